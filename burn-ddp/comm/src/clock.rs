@@ -7,7 +7,7 @@
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// A moment.
+/// A moment, as a reading of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ticks(pub(crate) u64);
 
@@ -55,14 +55,14 @@ impl Ticks {
     }
 }
 
-/// Duration of `ticks` ticks, measured by all that have passed since the start, so with an error of one reading at
-/// most. At most the time since the start.
+/// Duration of `ticks` ticks, by the mean tick since the start, so with an error of one reading at most. Never longer
+/// than the time since the start.
 pub(crate) fn nanos(ticks: u64) -> Duration {
     let (nanos, span) = CLOCK.span();
     Duration::from_nanos((nanos * u128::from(ticks.min(span)) / u128::from(span)) as u64)
 }
 
-/// True if the kernel uses the counter, so it runs at one speed in all sleep states, alike on all cores.
+/// True if the kernel keeps time by the counter: then it runs at one speed in all sleep states, alike on all cores.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 fn counter_keeps_time() -> bool {
     let source = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");

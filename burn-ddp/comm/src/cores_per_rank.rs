@@ -31,7 +31,7 @@ impl Cores {
 #[cfg(target_os = "linux")]
 fn affinity() -> Vec<u16> {
     use rustix::thread::{CpuSet, sched_getaffinity};
-    // It fails where the system has more cores than the set has places.
+    // The call fails where the system has more cores than the set has places.
     let Ok(set) = sched_getaffinity(None) else { return Vec::new() };
     (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).map(|core| core as u16).collect()
 }
@@ -41,10 +41,10 @@ fn affinity() -> Vec<u16> {
     Vec::new()
 }
 
-/// True if each rank on the machine of `rank`, one of `peers`, can have a core that no other of them uses. Otherwise a
-/// spinning rank keeps its peers from running.
+/// True if each rank on the machine of `rank` can have a core that no other of them uses. Otherwise a spinning rank
+/// keeps its peers from running. `peers` are all ranks, by rank.
 ///
-/// The same on all ranks of the machine.
+/// The result is the same on all ranks of the machine.
 pub fn core_per_rank(rank: usize, peers: &[PeerInfo]) -> bool {
     let here = peers.get(rank).map(|peer| &peer.host);
     let cores: Vec<&Cores> = peers.iter().filter(|peer| Some(&peer.host) == here).map(|peer| &*peer.cores).collect();
@@ -54,7 +54,8 @@ pub fn core_per_rank(rank: usize, peers: &[PeerInfo]) -> bool {
 /// True if ranks that may use these cores can have one each.
 fn cores_suffice(ranks: &[&Cores]) -> bool {
     if ranks.iter().any(|cores| cores.numbers.is_empty() || cores.has_quota()) {
-        // Numbers of cores are unknown or do not matter: what each rank may use at a time has to do for all.
+        // Core numbers are unknown, or a quota counts: as many as each rank may use at a time must suffice for all
+        // ranks.
         return ranks.iter().all(|cores| ranks.len() <= cores.at_a_time);
     }
     let count = ranks.iter().filter_map(|cores| cores.numbers.last()).max().map_or(0, |last| usize::from(*last) + 1);
@@ -62,8 +63,8 @@ fn cores_suffice(ranks: &[&Cores]) -> bool {
     (0..ranks.len()).all(|rank| take_core(ranks, rank, &mut taken_by, &mut vec![false; count]))
 }
 
-/// Gives `rank` a core: a free one, or one whose rank takes another. False if there is none. `tried` are the cores that
-/// need no second look.
+/// Gives `rank` a core: a free one, or one whose rank can take another. False if there is none. `tried` are the cores
+/// that need no second look.
 fn take_core(ranks: &[&Cores], rank: usize, taken_by: &mut [Option<usize>], tried: &mut [bool]) -> bool {
     let own = || ranks[rank].numbers.iter().map(|core| usize::from(*core));
     if let Some(free) = own().find(|core| taken_by[*core].is_none()) {

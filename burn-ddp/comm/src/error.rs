@@ -12,9 +12,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Error of a collective, or of joining a world.
 ///
-/// Errors of a collective name the operation, its sequence number in its group, and the line that called it. All but
-/// those for which [`group_usable`](Error::group_usable) holds end the world: pending and later collectives of all
-/// groups return the same root cause on every rank.
+/// Errors of a collective name the operation, its sequence number in its group, and the line that called it. An error
+/// ends the world, unless [`group_usable`](Error::group_usable) holds for it: pending and later collectives of all
+/// groups then return the same root cause on every rank.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,9 +24,9 @@ pub enum Error {
     PeerLost {
         /// The rank.
         peer: PeerInfo,
-        /// Sign by which it was noticed.
+        /// Sign of the loss, such as a closed connection or a long silence.
         cause: String,
-        /// The collective on this rank that noticed first.
+        /// This rank's first collective that returned the error.
         during: Option<Box<CallInfo>>,
     },
     /// A rank dropped its world or group while others still needed it.
@@ -34,7 +34,7 @@ pub enum Error {
     PeerLeft {
         /// The rank.
         peer: PeerInfo,
-        /// The collective on this rank that noticed first.
+        /// This rank's first collective that returned the error.
         during: Option<Box<CallInfo>>,
     },
     /// A rank gave up: it panicked, or called [`World::fail`](crate::World::fail).
@@ -42,9 +42,9 @@ pub enum Error {
     PeerFailed {
         /// The rank.
         peer: PeerInfo,
-        /// Reason it gave.
+        /// Reason that the rank gave.
         cause: String,
-        /// The collective on this rank that noticed first.
+        /// This rank's first collective that returned the error.
         during: Option<Box<CallInfo>>,
     },
     /// A collective did not complete within [`WorldOptions::timeout`](crate::WorldOptions::timeout).
@@ -55,11 +55,12 @@ pub enum Error {
     Timeout {
         /// The rank whose deadline passed first.
         reporter: usize,
-        /// The ranks whose part had not arrived.
+        /// The ranks whose part of the collective had not arrived.
         waiting_for: Vec<usize>,
-        /// The rank that keeps all others waiting, if it is one and known; the reporter need not have waited for it.
+        /// The rank that kept all others waiting, if a single rank is known to have. May not be in `waiting_for`: an
+        /// awaited rank may itself have waited for it.
         culprit: Option<usize>,
-        /// Time that it waited.
+        /// Time that the reporter waited.
         timeout: Duration,
         /// The reporter's call.
         call: Box<CallInfo>,
@@ -83,11 +84,11 @@ pub enum Error {
     /// Ranks wait for each other in calls of different groups, and none can go on.
     #[error(
         "ranks wait for each other in different calls, for ever: {}; all ranks must make the same calls in the same \
-         order: is one of these only made on some ranks?",
+         order: check if only some ranks make one of these calls",
         listed(.calls)
     )]
     Deadlock {
-        /// The calls. The missing ranks of each are in the next, those of the last in the first.
+        /// The calls, in a circle: each waits for ranks that are in the next call, and the last for ranks in the first.
         calls: Vec<StuckCall>,
     },
     /// A rank went on where another had stopped; see [`World::stop`](crate::World::stop).
@@ -96,7 +97,7 @@ pub enum Error {
         .stopped_at, .reached, noticed(.during)
     )]
     OutOfStep {
-        /// The track of both.
+        /// The track that one rank stopped and the other advanced.
         track: Track,
         /// Name of what was stopped, given by the rank that stopped, such as `loader 0 (10 steps)`.
         what: String,
@@ -108,40 +109,41 @@ pub enum Error {
         ahead: usize,
         /// The step that it reached.
         reached: Progress,
-        /// The collective on this rank that noticed first.
+        /// This rank's first collective that returned the error.
         during: Option<Box<CallInfo>>,
     },
-    /// An argument that no rank can use. All ranks see it alike, so the group stays usable.
+    /// An argument that the collective refuses. All ranks that make the same call get this error, so the group stays
+    /// usable.
     #[error("{message}{}", within(.during))]
     InvalidArgument {
         /// The problem and its remedy.
         message: String,
-        /// The rank that passed it, if a single one did.
+        /// The rank that passed the argument, if it was a single rank.
         rank: Option<usize>,
-        /// The call it was passed to.
+        /// The call to which the argument was passed.
         during: Option<Box<CallInfo>>,
     },
-    /// A value could not be turned into bytes or back.
+    /// A rank could not decode the value that another rank sent.
     #[error("rank {rank} could not read the value from rank {from}{}: {message}", within(.during))]
     Object {
-        /// The rank that could not read it.
+        /// The rank that could not decode the value.
         rank: usize,
-        /// The rank that sent it.
+        /// The rank that sent the value.
         from: usize,
         /// The reason.
         message: String,
-        /// The call it came with.
+        /// The call that carried the value.
         during: Option<Box<CallInfo>>,
     },
 
     // The environment: fix how the job is started, or the machine.
-    /// Variables, addresses or ports that cannot be used.
+    /// Something outside the program cannot be used: a variable, an address, a port, a file, an engine.
     #[error("{message}")]
     Environment {
         /// The problem and its remedy.
         message: String,
     },
-    /// The rendezvous store refused or could not be reached.
+    /// The rendezvous store refused a request or could not be reached.
     #[error("store: {message}")]
     Store {
         /// The problem.
@@ -152,7 +154,7 @@ pub enum Error {
     StoreTimeout {
         /// The key that was waited for.
         key: String,
-        /// Time that it was waited for.
+        /// Time that this rank waited for the key.
         waited: Duration,
     },
     /// The ranks did not come together.
@@ -162,17 +164,17 @@ pub enum Error {
         message: String,
         /// The ranks that came.
         came: Vec<PeerInfo>,
-        /// The ranks that did not.
+        /// The ranks that did not come.
         missing: Vec<usize>,
     },
-    /// A peer sent something that is not this protocol, or another version of it.
+    /// A peer sent bytes that do not follow the protocol, or that follow another version of it.
     #[error("rank {peer} sent something unexpected{}: {message}", within(.during))]
     Protocol {
         /// The rank.
         peer: usize,
-        /// Expected and received.
+        /// What was expected and what was received.
         message: String,
-        /// The collective it was sent to.
+        /// The collective in which it arrived.
         during: Option<Box<CallInfo>>,
     },
 
@@ -220,7 +222,7 @@ impl Error {
             }
             Error::Timeout { culprit, waiting_for, .. } => culprit.or(waiting_for.first().copied()),
             Error::OutOfStep { stopped, .. } => Some(stopped.rank),
-            // A call that fewer ranks make than others is the mistake.
+            // The call that the fewest ranks are in is probably the mistake.
             Error::Deadlock { calls } => {
                 calls.iter().min_by_key(|call| call.ranks.len()).and_then(|call| call.ranks.first().copied())
             }
@@ -236,12 +238,12 @@ impl Error {
         }
     }
 
-    /// True for an error that says nothing of ranks: it is about the process that returned it first.
+    /// True for an error that names no rank, since it concerns the process that returned it first.
     pub(crate) fn is_of_this_process(&self) -> bool {
         matches!(self, Error::Environment { .. } | Error::Internal { .. })
     }
 
-    /// The rank that caused it, if that is certain.
+    /// The rank that caused the error, if that is certain.
     pub(crate) fn culprit(&self) -> Option<usize> {
         match self {
             Error::PeerLost { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. } | Error::OutOfStep { .. } => {
@@ -252,7 +254,7 @@ impl Error {
         }
     }
 
-    /// This argument error as one of `rank`.
+    /// This error with `culprit` as the rank that passed the argument; other errors stay as they are.
     pub(crate) fn blaming(mut self, culprit: usize) -> Error {
         if let Error::InvalidArgument { rank, .. } = &mut self {
             *rank = Some(culprit);

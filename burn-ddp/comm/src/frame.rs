@@ -1,4 +1,4 @@
-//! The header in front of every payload.
+//! The header in front of every payload that ranks exchange.
 //!
 //! ```text
 //! offset  bytes  field (little endian)
@@ -28,13 +28,13 @@ use std::io::Write;
 use crate::call::{CallInfo, CallSite, Collective};
 use crate::{DType, ReduceOp};
 
-/// The version of everything ranks say to each other. Ranks of different versions do not mix.
+/// Version of all protocols between ranks. Ranks of different versions refuse each other.
 pub const PROTOCOL_VERSION: u16 = 4;
 
-/// Bytes of the part of a header that all headers have.
+/// Bytes of the fixed part of a header, in front of the call site.
 pub const PREFIX_BYTES: usize = 80;
 
-/// Bytes of the longest call site on the wire; longer ones lose their beginning.
+/// Bytes of the longest call site on the wire. Longer call sites lose their beginning.
 pub const MAX_SITE_BYTES: usize = 256;
 
 /// Bytes of the longest header.
@@ -50,13 +50,13 @@ const NO_STEP: u64 = u64::MAX;
 pub struct Header {
     /// The sender's call.
     pub info: CallInfo,
-    /// The sender.
+    /// Rank of the sender.
     pub from: usize,
-    /// Number of the exchange in its call.
+    /// Number of the exchange within its call.
     pub stage: u8,
     /// The sender's weight.
     pub weight: f64,
-    /// Bytes that follow.
+    /// Bytes of the payload that follows.
     pub payload_bytes: u64,
 }
 
@@ -101,7 +101,7 @@ impl Prefix {
     /// Reads and validates a prefix.
     ///
     /// # Errors
-    /// A description of what is not of this protocol.
+    /// A description of the first field that is not of this protocol.
     pub fn decode(bytes: &[u8; PREFIX_BYTES]) -> Result<Prefix, String> {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
@@ -159,12 +159,12 @@ impl Prefix {
     }
 }
 
-/// Decodes a code; `Some(None)` for "none", `None` for an unknown code.
+/// Decodes `code`: `Some(None)` for 255, which means none, and `None` for an unknown code.
 fn optional<T>(code: u8, from_code: impl Fn(u8) -> Option<T>) -> Option<Option<T>> {
     if code == NONE { Some(None) } else { from_code(code).map(Some) }
 }
 
-/// Appends the end of `site`, which says more than its beginning; returns the number of bytes.
+/// Appends `site`, cut to its end if it is too long, since the end has the file and line. Returns the number of bytes.
 fn append_site(site: &CallSite, out: &mut Vec<u8>) -> usize {
     let start = out.len();
     // Writing to memory does not fail.

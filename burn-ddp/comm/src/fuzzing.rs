@@ -1,5 +1,5 @@
-//! Parsers of bytes from the network and from disk, for the targets in `fuzz/`. Each takes any bytes; a panic is a
-//! finding.
+//! Parsers of bytes from the network and from disk, for the fuzz targets in `fuzz/`. Each function takes any bytes; a
+//! panic is a bug.
 #![allow(missing_docs)]
 
 use crate::Secret;

@@ -3,7 +3,7 @@
 //! ```
 //! use burn_ddp_comm::{Error, ReduceOp, World};
 //!
-//! // Four ranks, here as threads; as processes they would come from `World::join`.
+//! // Four ranks as threads of this process; a rank that is a process of its own calls `World::join`.
 //! let means = World::spawn(4, |world| {
 //!     let group = world.group()?;
 //!     let mut x = [world.rank() as f32, 1.0];
@@ -12,7 +12,7 @@
 //! });
 //! assert!(means.iter().all(|x| *x == Ok([1.5, 1.0])));
 //!
-//! // Ranks that call different things do not hang: all get an error that shows both calls.
+//! // Ranks that call different collectives do not hang: each gets an error that shows both calls.
 //! let results = World::spawn(2, |world| {
 //!     let group = world.group()?;
 //!     if world.rank() == 0 { group.barrier() } else { group.broadcast(&mut [0.0_f32], 0) }
@@ -33,8 +33,8 @@
 //! | errors | [`Error`] |
 //! | the numerics contract | `reduce/`, described at [`ProcessGroup`] |
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
-//! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
-//! | ranks that are alive, that stopped, and the one cause that ends a world | [`membership`], [`Track`], [`Progress`], [`CallingThread`] |
+//! | a call, as ranks compare it and as it travels | [`call`], [`frame`] |
+//! | which ranks are alive, which have stopped, and the one cause that ends a world | [`membership`], [`Track`], [`Progress`], [`CallingThread`] |
 //! | events and reports for the launcher | [`post_mortem`] |
 //! | a trace of all ranks | [`timeline`] |
 //!

@@ -1,11 +1,11 @@
 //! A client of MPICH's process manager: PMI version 1, as Hydra speaks it.
 //!
-//! Hydra's `mpirun` gives each rank a socket, whose number is in `PMI_FD`, and keeps names and values for the job. All
-//! ranks can get what a rank puts once all have been at the barrier. Lines of text go both ways: `cmd=get kvsname=K
-//! key=X` is answered by `cmd=get_result rc=0 value=V`.
+//! Hydra's `mpirun` gives each rank a socket, whose descriptor is in `PMI_FD`, and stores keys and values for the job.
+//! A value that a rank puts can be got by all ranks after the next barrier. Requests and answers are lines of text:
+//! `cmd=get kvsname=K key=X` is answered by `cmd=get_result rc=0 value=V`.
 //!
-//! There is one session per process. A process that ends amid its session counts as failed, whatever its exit code, and
-//! the others are ended with it.
+//! There is one session per process. Hydra counts a process that ends amid its session as failed, whatever its exit
+//! code, and ends the other ranks.
 
 use std::io::ErrorKind;
 use std::os::fd::{OwnedFd, RawFd};
@@ -18,13 +18,13 @@ use crate::{Error, Result};
 
 /// Longest answer, in bytes; Hydra's values have at most 1024.
 const LINE_CAP: usize = 4096;
-/// Longest value that every version keeps.
+/// Longest value that every version of Hydra can store.
 pub(crate) const VALUE_CAP: usize = 256;
 
 /// A session with the process manager.
 pub(crate) struct Pmi {
     socket: OwnedFd,
-    /// Name of the job's collection of values, which no other job of this process manager has.
+    /// Name of the job's collection of values, unique among the jobs of this process manager.
     job: String,
     deadline: Instant,
 }
@@ -33,7 +33,7 @@ impl Pmi {
     /// Begins a session over the socket `fd` of this process.
     pub(crate) fn begin(fd: RawFd, deadline: Instant) -> Result<Pmi> {
         let socket = duplicate(fd).and_then(|socket| {
-            // A closed number may have been reused by now.
+            // If the descriptor was closed, its number may have been reused since, for something that is no socket.
             rustix::net::sockopt::socket_type(&socket).map(|_| socket)
         });
         let socket = socket.map_err(|e| match e {
@@ -57,10 +57,10 @@ impl Pmi {
         &self.job
     }
 
-    /// Sets `key`, for those that get it after the next barrier. Neither has spaces.
+    /// Sets `key` for ranks that get it after the next barrier. Neither `key` nor `value` may contain spaces.
     pub(crate) fn put(&mut self, key: &str, value: &str) -> Result<()> {
         if value.len() > VALUE_CAP || value.contains(char::is_whitespace) {
-            return Err(failure(&format!("cannot keep {} bytes under {key}", value.len())));
+            return Err(failure(&format!("cannot store {} bytes under {key}", value.len())));
         }
         self.ask(&format!("cmd=put kvsname={} key={key} value={value}", self.job), "put_result").map(drop)
     }
@@ -70,12 +70,12 @@ impl Pmi {
         answer.value("value").map(str::to_owned)
     }
 
-    /// Waits until all ranks are here.
+    /// Waits until all ranks have called this.
     pub(crate) fn barrier(&mut self) -> Result<()> {
         self.ask("cmd=barrier_in", "barrier_out").map(drop)
     }
 
-    /// Ends the session. There is no other.
+    /// Ends the session. The process cannot begin another.
     pub(crate) fn end(mut self) -> Result<()> {
         self.ask("cmd=finalize", "finalize_ack").map(drop)
     }
@@ -102,7 +102,8 @@ impl Pmi {
         Ok(())
     }
 
-    /// One line and not a byte more: the socket outlives this.
+    /// Reads one line, byte by byte, so that nothing behind it is lost: the socket may be used again after this
+    /// session.
     fn line(&self) -> Result<String, Errno> {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -143,12 +144,12 @@ impl Pmi {
     }
 }
 
-/// The part of a question that says what was asked, without the values.
+/// The command of a question, without its values, for messages.
 fn command(question: &str) -> &str {
     question.split(' ').next().unwrap_or_default()
 }
 
-/// `cmd=… key=value …`
+/// A line `cmd=… key=value …`.
 struct Answer(String);
 
 impl Answer {
@@ -161,7 +162,7 @@ impl Answer {
     }
 }
 
-/// Turns a file descriptor's number into an owned descriptor, without `unsafe`.
+/// Duplicates the file descriptor `fd`, given as a number, into an owned one without `unsafe`.
 #[cfg(target_os = "linux")]
 fn duplicate(fd: RawFd) -> Result<OwnedFd, Errno> {
     use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
@@ -173,13 +174,13 @@ fn duplicate(_fd: RawFd) -> Result<OwnedFd, Errno> {
     Err(Errno::NOSYS)
 }
 
-/// A session with a process manager that says `bytes` and ends.
+/// A session with a process manager that sends `bytes` and closes the socket.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     use std::io::{Read, Write};
     use std::os::fd::AsRawFd;
     let Ok((ours, mut theirs)) = std::os::unix::net::UnixStream::pair() else { return };
-    // Within what a socket buffers, so that one thread suffices.
+    // Few enough bytes for a socket's buffer, so that one thread suffices.
     theirs.write_all(&bytes[..bytes.len().min(16 * 1024)]).expect("the buffer takes it");
     theirs.shutdown(std::net::Shutdown::Write).expect("a socket");
     theirs.set_nonblocking(true).expect("a socket");
@@ -306,7 +307,7 @@ mod tests {
         assert!(begin(mine.as_raw_fd(), 20_000).contains("closed the connection"));
         let fd = mine.as_raw_fd();
         drop(mine);
-        // Another test may have been given the number meanwhile, be it for a socket.
+        // Another test may have got this number meanwhile, perhaps for a socket.
         let closed = begin(fd, 50);
         assert!(closed.contains("is not open in this process") || closed.contains("cmd=init"), "{closed}");
         let file = std::fs::File::open("/dev/null").unwrap();

@@ -4,7 +4,7 @@ use std::hint::spin_loop;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A sleep takes this part of the time waited so far, so a wait ends late by at most that part.
+/// A sleep takes one eighth of the time waited so far, so a wait ends late by at most an eighth.
 const SLEEP_PART: u32 = 8;
 /// Longest sleep between two looks.
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);

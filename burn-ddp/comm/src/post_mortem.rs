@@ -24,20 +24,20 @@ use crate::private_file;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The world ended; the first line of this kind is the cause.
+    /// The world ended by an error. Several ranks may write this event; the first one in the file holds the cause.
     Failed {
-        /// The rank that writes.
+        /// The rank that writes the event.
         rank: usize,
-        /// The rank that caused it, if that is certain.
+        /// The rank that caused the error, if that is certain.
         culprit: Option<usize>,
         /// The root cause, as errors show it.
         cause: String,
         /// Time of the event, in milliseconds.
         at: u64,
     },
-    /// No sign of life from `peer`.
+    /// No sign of life has come from `peer` for some heartbeats.
     Suspect {
-        /// The rank that writes.
+        /// The rank that writes the event.
         rank: usize,
         /// The silent rank.
         peer: usize,
@@ -46,24 +46,24 @@ pub enum Event {
         /// Time of the event, in milliseconds.
         at: u64,
     },
-    /// A suspected `peer` is heard again.
+    /// A suspected `peer` has given a sign of life again.
     Recovered {
-        /// The rank that writes.
+        /// The rank that writes the event.
         rank: usize,
         /// The rank that is back.
         peer: usize,
         /// Time of the event, in milliseconds.
         at: u64,
     },
-    /// A collective has taken long; not an error yet.
+    /// A collective has waited for longer than [`WorldOptions::stall`](crate::WorldOptions::stall). Not an error yet.
     Stall {
-        /// The rank that writes.
+        /// The rank that writes the event.
         rank: usize,
         /// Ranks whose part has not arrived.
         waiting_for: Vec<usize>,
-        /// The collective, and what the awaited ranks do instead.
+        /// The collective, and a description of what the awaited ranks do instead.
         call: String,
-        /// Time since it began, in milliseconds.
+        /// Time since the collective began, in milliseconds.
         since_ms: u64,
         /// Time of the event, in milliseconds.
         at: u64,
@@ -71,7 +71,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// This event as a line, its end included.
+    /// This event as a line, with the newline at its end.
     pub fn to_line(&self) -> String {
         // Numbers, texts and lists of them can always be encoded.
         let mut line = serde_json::to_string(self).unwrap_or_default();
@@ -79,7 +79,7 @@ impl Event {
         line
     }
 
-    /// The event in a line; `None` if there is none, as in a line that is not complete yet.
+    /// The event in a line; `None` if the line holds no event, such as one that is not written to its end yet.
     pub fn parse(line: &str) -> Option<Event> {
         serde_json::from_str(line).ok()
     }
@@ -88,31 +88,31 @@ impl Event {
 /// Report of a rank whose world ended in an error.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PostMortem {
-    /// The rank that writes.
+    /// The rank that writes the report.
     pub rank: usize,
-    /// Number of ranks.
+    /// Number of ranks in the world.
     pub world_size: usize,
-    /// Id of its job.
+    /// Id of the rank's job.
     pub job_id: String,
     /// Generation of the job, from 0.
     pub restart_count: u32,
-    /// Name of its machine.
+    /// Name of the rank's machine.
     pub host: String,
-    /// Id of its process.
+    /// Id of the rank's process.
     pub pid: u32,
     /// Time of the end, in milliseconds.
     pub at: u64,
     /// The root cause, as errors show it.
     pub cause: String,
-    /// The rank that caused it, if that is certain.
+    /// The rank that caused the error, if that is certain.
     pub culprit: Option<usize>,
-    /// Its step, if the program sets it; see [`World::set_step`](crate::World::set_step).
+    /// The rank's step, if the program sets it; see [`World::set_step`](crate::World::set_step).
     pub step: Option<u64>,
-    /// Collectives it was in.
+    /// Collectives that the rank was in when the world ended.
     pub pending: Vec<Pending>,
-    /// State of the other ranks, as far as it knew.
+    /// State of the other ranks, as far as this rank knew it.
     pub peers: Vec<PeerState>,
-    /// Its last collectives, oldest first.
+    /// The rank's last collectives, oldest first.
     pub history: Vec<Record>,
 }
 
@@ -127,7 +127,8 @@ pub struct Pending {
     pub sequence: u64,
     /// Time since it began, in milliseconds.
     pub since_ms: u64,
-    /// Ranks whose part had not arrived. A rank that was itself in the call stands for those that it waited for.
+    /// Ranks whose part had not arrived. If this rank waited for a rank that was itself waiting in the same call, the
+    /// list names the ranks for which that rank waited instead.
     pub waiting_for: Vec<usize>,
 }
 
@@ -140,13 +141,13 @@ pub struct PeerState {
     pub host: String,
     /// Id of its process.
     pub pid: u32,
-    /// Time since it was last heard, in milliseconds; `None` if it lives in the same process or was never heard.
+    /// Time since its last sign of life, in milliseconds; `None` if it lives in the same process or never gave one.
     pub last_heard_ms: Option<u64>,
-    /// True if it had said goodbye.
+    /// True if it had left with a goodbye.
     pub left: bool,
-    /// Collectives it was in, by its last heartbeat.
+    /// Collectives that it was in, as of its last heartbeat.
     pub pending: Vec<String>,
-    /// Its step, by its last heartbeat.
+    /// Its step, as of its last heartbeat.
     pub step: Option<u64>,
 }
 
@@ -155,9 +156,9 @@ pub struct PeerState {
 pub struct Record {
     /// Its group.
     pub group: u64,
-    /// Its number in the group, or between the two ranks.
+    /// Its number among the calls of the group; for a call between two ranks, among the calls of these two.
     pub sequence: u64,
-    /// The other rank of a call between two.
+    /// The other rank, for a call between two ranks.
     #[serde(default)]
     pub peer: Option<usize>,
     /// The ranks of its group; empty if that is the whole world.
@@ -167,7 +168,7 @@ pub struct Record {
     pub call: String,
     /// `file:line:column` of the call.
     pub site: String,
-    /// Step it was in, if the program sets it.
+    /// Training step of the call, if the program sets it.
     pub step: Option<u64>,
     /// Time at which it began, in microseconds.
     pub started: u64,
@@ -186,7 +187,7 @@ impl PostMortem {
     /// Reads a report.
     ///
     /// # Errors
-    /// Those of reading the file; `InvalidData` if it holds something else.
+    /// Those of reading the file; `InvalidData` if the file does not hold a report.
     pub fn read(path: &Path) -> io::Result<PostMortem> {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }

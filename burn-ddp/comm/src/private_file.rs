@@ -1,11 +1,11 @@
-//! Files that only this user can read: what they hold is the program's business.
+//! Files that only this user can read, since they may hold data of the program.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Creates the file, or empties the one that is there.
+/// Creates the file, or empties the existing one, whose permissions stay.
 pub(crate) fn create(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
 }

@@ -7,8 +7,8 @@ use crate::reduce::halves;
 /// Ranks of each machine of a world, the same on all ranks. Machines are in the order of their lowest ranks, ranks of a
 /// machine ascend.
 ///
-/// Ranks are on one machine if they can share memory: one host may count as several, such as containers, or by
-/// `BURN_DDP_MACHINE`.
+/// Ranks are on one machine if they can share memory: one host may count as several machines, if its containers cannot
+/// share memory or by `BURN_DDP_MACHINE`.
 ///
 /// ```
 /// use burn_ddp_comm::World;
@@ -26,7 +26,7 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// Machines of ranks on machines of these identities, by rank.
+    /// The machines of a world whose rank `r` is on machine `identities[r]`.
     ///
     /// ```
     /// use burn_ddp_comm::Machines;
@@ -65,8 +65,8 @@ impl Machines {
     }
 
     /// Number of partial results per element that each machine sends to the others in a reduction over these world
-    /// ranks, in their order: one for each subtree of the tree over the ranks that is on the machine as a whole. Ranks
-    /// that follow each other, and powers of two of them, yield one.
+    /// ranks, in their order: one for each subtree of the tree over the ranks that lies on the machine as a whole, and
+    /// in no larger one. Machines with equally many consecutive ranks, a power of two, send one each.
     ///
     /// # Panics
     /// If there is no such rank.
@@ -93,7 +93,6 @@ impl Machines {
         found
     }
 
-    /// Number of ranks.
     pub(crate) fn rank_count(&self) -> usize {
         self.machine_of.len()
     }

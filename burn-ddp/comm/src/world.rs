@@ -19,18 +19,19 @@ use crate::{PeerInfo, Progress, Result, Track, WorldOptions};
 /// One rank's membership of a job: its rank, its peers, and the way to talk to them.
 ///
 /// Clones are handles to the same membership. When the last handle and the last group of a rank are dropped, the rank
-/// says goodbye; if that happens while it panics, it says that instead. Neither blocks.
+/// sends its peers a goodbye; if its thread is panicking, it sends the panic as the cause that ends the world. Neither
+/// blocks.
 ///
 /// A process joins by [`join`](World::join); tests and examples run ranks as threads by [`spawn`](World::spawn).
 ///
 /// ```
 /// use burn_ddp_comm::{World, WorldOptions};
-/// let world = World::threads(2, WorldOptions::default()).remove(1); // each for a thread of its own
+/// let world = World::threads(2, WorldOptions::default()).remove(1); // rank 1's, to be moved to its thread
 /// assert_eq!((world.rank(), world.world_size(), world.peers().len()), (1, 2, 2));
 /// assert_eq!((world.local_rank(), world.local_world_size()), (1, 2)); // on its machine
 /// assert_eq!((world.node_rank(), world.machines().count()), (0, 1));
 /// assert!(!world.timeline().is_on() && world.options().timeline.is_none());
-/// assert_eq!(world.check(), Ok(())); // an error once the job has ended by one
+/// assert_eq!(world.check(), Ok(())); // an error once a rank has failed
 /// world.leave();
 /// ```
 #[derive(Clone, Debug)]
@@ -55,8 +56,8 @@ impl World {
         World::threads(1, options).remove(0)
     }
 
-    /// A world of `n` ranks in this process, in rank order: one for each thread. [`spawn`](Self::spawn) starts the
-    /// threads, too.
+    /// A world of `n` ranks in this process: one `World` per rank, in rank order, each to be moved to a thread of its
+    /// own. [`spawn`](Self::spawn) starts the threads, too.
     pub fn threads(n: usize, options: WorldOptions) -> Vec<World> {
         let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
         let memberships = Membership::shared(peers.clone(), options.clone());
@@ -106,7 +107,7 @@ impl World {
         World { member: Arc::new(Member::new(seat, options)) }
     }
 
-    /// Number of this rank.
+    /// Number of this rank in the world, from 0.
     pub fn rank(&self) -> usize {
         self.member.seat.rank
     }
@@ -116,17 +117,17 @@ impl World {
         self.member.seat.peers.len()
     }
 
-    /// Number of this rank among those of its machine.
+    /// Number of this rank among the ranks of its machine, from 0.
     pub fn local_rank(&self) -> usize {
         self.member.me().local_rank
     }
 
-    /// Number of ranks on its machine.
+    /// Number of ranks on this rank's machine.
     pub fn local_world_size(&self) -> usize {
         self.member.seat.local_world_size
     }
 
-    /// Number of its machine.
+    /// Number of this rank's machine, from 0.
     pub fn node_rank(&self) -> usize {
         self.member.me().node_rank
     }
@@ -141,30 +142,30 @@ impl World {
         &self.member.seat.peers
     }
 
-    /// Name of the engine of groups of all ranks: `threads`, `shm`, `tcp`, or the engine of
+    /// Name of the engine that groups of all ranks use: `threads`, `shm`, `tcp`, `shm+tcp`, or the engine of
     /// [`set_fabric`](Self::set_fabric).
     pub fn engine(&self) -> &'static str {
         self.member.fabric().name()
     }
 
-    /// Makes later groups get their engines from the fabric that `make` returns, given the world's own fabric and this
-    /// rank's membership.
+    /// Installs an engine from outside this crate: later groups get their engines from the fabric that `make` returns.
+    /// `make` gets the world's own fabric and this rank's membership.
     ///
-    /// The way in for engines outside this crate. All ranks call it, between the same groups. If it fails on one rank
-    /// only, the caller tells the others, by [`fail`](Self::fail) or over a group made before.
+    /// All ranks call it, between the same two groups. It compares nothing between ranks: if it fails on one rank only,
+    /// the program must make the other ranks stop, by [`fail`](Self::fail) or over a group made before.
     ///
     /// ```
     /// use burn_ddp_comm::{WorldOptions, World};
     ///
     /// let world = World::solo(WorldOptions::default());
-    /// // An engine of one's own would wrap `own`, or take its place.
+    /// // A fabric for another engine would wrap `own`, or replace it.
     /// world.set_fabric(|own, _membership| Ok::<_, burn_ddp_comm::Error>(own))?;
     /// assert_eq!(world.engine(), "threads");
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Those of `make`; then nothing has changed.
+    /// The error of `make`; the world then keeps the fabric that it had.
     pub fn set_fabric<E>(
         &self,
         make: impl FnOnce(Arc<dyn Fabric>, Arc<Membership>) -> Result<Arc<dyn Fabric>, E>,
@@ -184,9 +185,12 @@ impl World {
         self.member.timeline().cloned().unwrap_or_default()
     }
 
-    /// Makes a group of all ranks, with a sequence and connections of its own: nothing on one group waits for another.
+    /// Makes a group of all ranks. Each group counts its own calls and has its own connections, so no call on one group
+    /// waits for a call on another.
     ///
-    /// All ranks call it, and make their groups in the same order. Blocks until all have.
+    /// All ranks call it, and make their groups in the same order; each holds its end of the group afterwards. Blocks
+    /// until all ranks have called it. Costs one [`barrier`](ProcessGroup::barrier), and before it the time to connect
+    /// the ranks or to share memory between those of one machine.
     ///
     /// # Errors
     /// Those of a [`barrier`](ProcessGroup::barrier) on the new group;
@@ -200,16 +204,16 @@ impl World {
         self.member.open_group(group, Members::all(self.world_size()), site)
     }
 
-    /// Checks that the world goes on.
+    /// Checks that no error has ended the world, as far as this rank knows. Sends nothing and does not block.
     ///
     /// # Errors
-    /// The root cause that ended it, which is what every collective returns from then on.
+    /// The root cause that ended the world, which every collective returns from then on.
     pub fn check(&self) -> Result<()> {
         self.member.seat.membership.check()
     }
 
-    /// Gives up: every pending and later collective, on every rank and group, returns this cause, naming this rank.
-    /// Never blocks. If the world has already ended, the first cause stays.
+    /// Ends the world: every pending and later collective, on every rank and group, returns an error with this rank
+    /// and this cause. Never blocks. If the world has already ended, the first cause stays.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -231,10 +235,11 @@ impl World {
         self.member.seat.membership.fail_self(cause.into());
     }
 
-    /// [`fail`](Self::fail)s with the message and line of this thread's panic. For destructors of what a rank holds.
+    /// [`fail`](Self::fail)s with the message and line of this thread's panic. For destructors of values that a rank
+    /// holds.
     ///
     /// ```
-    /// struct Guard(burn_ddp_comm::World); // of which other handles may live on
+    /// struct Guard(burn_ddp_comm::World); // other handles to this world may outlive the guard
     /// impl Drop for Guard {
     ///     fn drop(&mut self) {
     ///         if std::thread::panicking() {
@@ -245,11 +250,11 @@ impl World {
     /// ```
     pub fn fail_with_panic(&self) {
         self.member.seat.membership.fail_self(panic_hook::describe());
-        // The last handle may never be dropped.
+        // Dropping the last handle would end it too, but other handles may never be dropped.
         self.member.end_timeline();
     }
 
-    /// Sets this rank's training step. Shown in errors and reports of its later collectives, never compared.
+    /// Sets this rank's training step. Errors and reports of its later collectives show it; ranks do not compare it.
     ///
     /// ```
     /// use burn_ddp_comm::{WorldOptions, World};
@@ -265,19 +270,20 @@ impl World {
         self.member.seat.membership.set_step(step);
     }
 
-    /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.
+    /// Sends the goodbye now, rather than when the last handle is dropped. Never blocks; a second call does nothing.
     ///
-    /// Later collectives of this rank are an error. Those of the others are an error only if they need more of this
-    /// rank than it has sent, and then at once, also where its groups are still open.
+    /// Later collectives of this rank return an error. A collective of another rank fails only if it needs more data
+    /// from this rank than this rank has sent; it then fails at once, even if this rank's groups are still open.
     ///
-    /// A collective that another thread of this rank is in is not waited for, and goes on. It succeeds if no rank waits
-    /// for this one in it any more. Otherwise a rank finds that this one has left, which is an error on every rank, and
-    /// of that call, too. So leave when no thread is in a call.
+    /// Does not wait for a collective that another thread of this rank is in. That collective goes on, and succeeds if
+    /// no other rank waits for this one in it any more. Otherwise it fails on every rank, this one included, because
+    /// this rank has left. So call `leave` when no thread is in a collective.
     pub fn leave(&self) {
         self.member.leave();
     }
 
-    /// Notes that this rank is `at` this step of `track`, such as the batches of a data loader. Sends nothing.
+    /// Records that this rank has reached the step `at` of `track`, such as a batch of a data loader. Does not block;
+    /// sends nothing but the stops that [`stop_with_next_call`](Self::stop_with_next_call) has postponed.
     ///
     /// # Errors
     /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this step
@@ -286,12 +292,12 @@ impl World {
         self.member.seat.membership.advance(track, at)
     }
 
-    /// Notes that this rank has stopped `track` at step `at` and will not pass it in this epoch. Sent to all ranks;
-    /// never blocks.
+    /// Tells all ranks that this rank has stopped `track` at step `at` and will not go beyond that step in this epoch.
+    /// Never blocks.
     ///
-    /// A peer that is beyond it, or gets there, would wait for this rank in vain: so the world ends with
-    /// [`Error::OutOfStep`](crate::Error::OutOfStep), which names this rank, `what` and both steps. All ranks may stop
-    /// at the same step, and go on to a later epoch.
+    /// A peer that is beyond that step, or gets beyond it later, would wait for this rank in vain. So the world then
+    /// ends with [`Error::OutOfStep`](crate::Error::OutOfStep), which names this rank, `what` and both steps. It is no
+    /// error if all ranks stop at the same step, or go on to a later epoch.
     ///
     /// ```
     /// use burn_ddp_comm::{Progress, Track, World};
@@ -318,9 +324,9 @@ impl World {
         self.member.seat.membership.stop(track, at, what);
     }
 
-    /// [`stop`](Self::stop)s with this rank's next call, step or goodbye; between processes after a second or two even
-    /// without. For destructors: a rank that stops because of an error can [`fail`](Self::fail) with it first, and the
-    /// others return that.
+    /// A [`stop`](Self::stop) that is sent later: with this rank's next collective, [`advance`](Self::advance) or
+    /// goodbye; between processes after a second or two at the latest. For destructors: the delay lets a rank that
+    /// stops because of an error [`fail`](Self::fail) with that error first, so that the other ranks return it.
     ///
     /// ```
     /// use burn_ddp_comm::{Progress, Track, World, WorldOptions};

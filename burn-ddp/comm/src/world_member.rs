@@ -1,4 +1,5 @@
-//! State that all handles and groups of a rank share: its place in the job, engines and goodbye. Every call runs here.
+//! State that all handles and groups of a rank share: its place in the job, its engines, and its goodbye. Every call of
+//! a group runs through [`Member::run`].
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +16,7 @@ use crate::timeline::Timeline;
 use crate::topology::Machines;
 use crate::{Error, PeerInfo, Result, WorldOptions};
 
-/// Result of joining: this rank's place among all ranks, and its ways to them.
+/// Result of joining: this rank's place among all ranks, and its connections to them.
 pub(crate) struct Seat {
     pub(crate) rank: usize,
     pub(crate) local_world_size: usize,
@@ -29,20 +30,21 @@ pub(crate) struct Seat {
     pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
 }
 
-/// Shared by all handles and groups of a rank. Its `Drop` is the goodbye.
+/// Shared by all handles and groups of a rank. Its `Drop` sends the goodbye.
 pub(crate) struct Member {
     pub(crate) seat: Seat,
     pub(crate) options: WorldOptions,
-    /// Makes the engines of the next groups: the seat's fabric, unless another took its place.
+    /// Makes the engines of the next groups: the seat's fabric, unless `set_fabric` has replaced it.
     fabric: RwLock<Arc<dyn Fabric>>,
     /// Number of the next group. Locked while a group is made, so that all ranks number them alike.
     pub(crate) next_group: Mutex<u64>,
     /// Number of the next sub-group that this rank could lead.
     next_sub_group: AtomicU64,
-    /// Begun with the first group, ended with the goodbye.
+    /// Starts with the first group, ends with the goodbye.
     timeline: OnceLock<Timeline>,
     left: AtomicBool,
-    /// Groups of this rank that are open, and some that are not. Added when they are made, closed by the goodbye.
+    /// Groups of this rank: all open ones, and some that are dropped already. A group is added when it is made; the
+    /// goodbye closes all.
     groups: Mutex<Vec<Weak<CallPath>>>,
 }
 
@@ -72,12 +74,12 @@ impl Member {
         *self.fabric.write().unwrap_or_else(PoisonError::into_inner) = fabric;
     }
 
-    /// Number for a sub-group that this rank may come to lead, given to no other.
+    /// Number for a sub-group that this rank may come to lead; each call returns another one.
     pub(crate) fn sub_group_number(&self) -> u64 {
         self.next_sub_group.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Makes the group of number `group`, together with its other members.
+    /// Makes the group with the number `group`, together with its other members.
     pub(crate) fn open_group(self: &Arc<Member>, group: u64, members: Members, site: Site) -> Result<ProcessGroup> {
         let Seat { rank, membership, .. } = &self.seat;
         let fabric = self.fabric();
@@ -86,7 +88,8 @@ impl Member {
         let log = membership.history().open(group, call.members.clone());
         let opened = self.run(&log, &call, || {
             let group_rank = call.group_rank()?;
-            // Before any rank can have ended: parts that lie there from earlier jobs must not be taken for this job's.
+            // Empties a part that an earlier job left. Before the barrier no rank of this job can have ended, so no
+            // merge has taken that part for this job's.
             self.start_timeline()?;
             let mut engine = fabric.open(&call)?;
             engine.barrier(&call)?;
@@ -97,7 +100,7 @@ impl Member {
         Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
     }
 
-    /// Runs one call, unless the world has ended. An error of it ends the world.
+    /// Runs one call, unless the world has ended. An error ends the world unless it leaves the group usable.
     pub(crate) fn run<R>(&self, log: &Log, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
         let membership = &self.seat.membership;
         if self.left.load(Ordering::Acquire) {
@@ -120,7 +123,8 @@ impl Member {
     pub(crate) fn leave(&self) {
         if !self.left.swap(true, Ordering::AcqRel) {
             self.seat.membership.goodbye();
-            // Peers hear the goodbye first, and then the end of the connections, behind all that was sent over them.
+            // Peers must hear the goodbye before they see the data connections end. The connections end behind all
+            // data that was sent over them.
             let groups = std::mem::take(&mut *lock(&self.groups));
             groups.iter().filter_map(Weak::upgrade).for_each(CallPath::leave);
             self.end_timeline();
@@ -133,7 +137,7 @@ impl Member {
         groups.retain(|group| group.strong_count() > 0);
         groups.push(Arc::downgrade(group));
         drop(groups);
-        // The goodbye may have looked before.
+        // `leave` may have taken the list of groups before this one was in it.
         if self.left.load(Ordering::Acquire) {
             group.clone().leave();
         }
@@ -155,7 +159,7 @@ impl Member {
                 file.display()
             ),
         })?;
-        // Groups of all ranks are made one after the other, and the first is one of these.
+        // Never set twice: the first group is one of all ranks, and those are made one after the other.
         let _ = self.timeline.set(timeline);
         Ok(())
     }
@@ -171,7 +175,7 @@ impl Drop for Member {
     fn drop(&mut self) {
         self.fail_if_panicking();
         self.leave();
-        // The goodbye is on its way; now the connections may go.
+        // The goodbye has been sent; now the control connections may close.
         self.seat.keep_alive = None;
     }
 }

@@ -16,15 +16,16 @@ use crate::{EngineChoice, Error, Result};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorldOptions {
-    /// Deadline of a collective, from the call on. 10 minutes by default.
+    /// Deadline of a collective, counted from its call. 10 minutes by default.
     pub timeout: Duration,
-    /// Deadline for all ranks to come together. 5 minutes by default.
+    /// Deadline for all ranks to join. 5 minutes by default.
     pub join_timeout: Duration,
-    /// Time between heartbeats to ranks of other processes. 1 second by default. A rank that misses two is reported,
-    /// not lost.
+    /// Time between heartbeats to ranks of other processes. 1 second by default. A rank that misses two heartbeats is
+    /// reported, but does not count as lost yet.
     pub heartbeat: Duration,
-    /// Silence after which a rank is lost. `None`, the default: 30 seconds if its machine does not answer; if it does,
-    /// the deadline of the operation, since a process that is stopped or debugged may go on.
+    /// Silence after which a rank counts as lost. `None`, the default: 30 seconds if the rank's machine does not
+    /// answer; if the machine answers but the process does not, only the collective's deadline ends the wait, since a
+    /// process that is stopped or debugged may go on.
     pub peer_timeout: Option<Duration>,
     /// Time after which a waiting collective is reported; again after twice the time, and so on. 30 seconds by default.
     pub stall: Duration,
@@ -33,16 +34,17 @@ pub struct WorldOptions {
     /// Engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
     pub engine: Option<EngineChoice>,
     /// True if data that the tcp engine carries between processes are encrypted and authenticated; shared memory and
-    /// local sockets stay plain. False by default. Engines of other crates do not encrypt: choosing one besides is an
-    /// error.
+    /// local sockets stay plain. False by default. Engines of other crates do not encrypt, so it is an error to choose
+    /// one in `engine` and to set this.
     pub encrypt_data: bool,
-    /// Connections between two ranks of different machines over which the tcp engine spreads their data, 1 to 64. 1 by
-    /// default: more are for networks that limit the speed of a connection, and compete with each other on others.
+    /// Number of connections, 1 to 64, over which the tcp engine spreads the data between two ranks of different
+    /// machines. 1 by default: more help on networks that limit the speed of each connection; on other networks they
+    /// compete with each other.
     pub flows: u8,
     /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
     pub timeline: Option<PathBuf>,
-    /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
-    /// default.
+    /// Names and values of further settings that must be the same on all ranks, which compare them when they join.
+    /// Empty by default.
     pub config: Vec<(String, String)>,
 }
 
@@ -80,8 +82,8 @@ impl WorldOptions {
     /// `none`), `BURN_DDP_FLOWS` (a number) and `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors
-    /// [`Error::Environment`] if a variable is set to something that it cannot mean, a peer timeout is no more than two
-    /// heartbeats, or data are to be encrypted by an engine that does not encrypt.
+    /// [`Error::Environment`] if the value of a variable cannot be parsed or is out of range, a peer timeout is no more
+    /// than two heartbeats, or data are to be encrypted by an engine that does not encrypt.
     ///
     /// # Example
     ///
@@ -167,7 +169,7 @@ impl WorldOptions {
         }
         match timeout {
             Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(Error::environment(format!(
-                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; \
+                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would count as lost; \
                  it must be more than two heartbeats (BURN_DDP_PEER_TIMEOUT, BURN_DDP_HEARTBEAT)"
             ))),
             _ => Ok(()),

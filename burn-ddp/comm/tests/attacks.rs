@@ -1,4 +1,4 @@
-//! A job under attack: its results do not depend on what strangers send to its ports.
+//! A job under attack: its results do not depend on the bytes that strangers send to its ports.
 //!
 //! The attackers run in this process, so they get more of the machine than a stranger would. Step times are printed,
 //! not asserted: `cargo test -p burn-ddp-comm --test attacks -- --nocapture`.
@@ -18,26 +18,26 @@ use common::{JOB, PATIENCE, SecretFile, join_all, listening, options, rank_at};
 
 const RANKS: usize = 3;
 const STEPS: usize = 600;
-/// So many connections must come before a job under attack ends.
+/// Connections that attackers must have made, at least, before a job under attack ends.
 const ENOUGH: usize = 20;
 /// Sizes of the handshake's messages.
 const GREETING: usize = 48;
 const OPENING: usize = 84;
 const ANSWER: usize = 256;
 
-/// One attack at a time: each measures, needs many descriptors, and its attackers find whoever listens in this process.
+/// One attack at a time: each measures times, needs many descriptors, and attacks every listener of this process.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// How many connections the attackers made.
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// What the job came to.
+/// Outcome of a job.
 #[derive(Debug)]
 struct Outcome {
-    /// Of all results on all steps.
+    /// Hash of the results of all steps.
     hash: u64,
     join: Duration,
-    /// The median.
+    /// Median time of a step.
     step: Duration,
 }
 
@@ -59,7 +59,7 @@ fn job(attack: Option<Attack>) -> Outcome {
                     thread::sleep(Duration::from_millis(1));
                 }
             });
-            // The store is under attack before the first rank comes.
+            // So the store is under attack before the first rank joins.
             thread::sleep(Duration::from_millis(300));
         }
         // Also ends the attack if a rank panics.
@@ -115,7 +115,7 @@ fn train(world: &World, attacked: bool) -> (u64, Duration) {
     (hash, times[STEPS / 2])
 }
 
-/// The job in peace and under `attack` ends with the same bits.
+/// Without an attack and under `attack`, the job ends with the same bits.
 fn withstands(name: &str, attack: Attack) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     raise_descriptor_limit();
@@ -135,7 +135,7 @@ fn withstands(name: &str, attack: Attack) {
     assert!(attacked.join < PATIENCE / 2, "{name} kept ranks out for {:?}", attacked.join);
 }
 
-/// Attackers and attacked share this process and its limit.
+/// Needed since attackers and the attacked job share this process and its limit.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
@@ -151,14 +151,14 @@ fn connect(to: SocketAddr) -> Option<TcpStream> {
     Some(stream)
 }
 
-/// Bytes from nowhere.
+/// Random bytes.
 fn noise(len: usize) -> Vec<u8> {
     use std::hash::{BuildHasher, Hasher, RandomState};
     let block = RandomState::new().build_hasher().finish().to_le_bytes();
     block.into_iter().cycle().take(len).collect()
 }
 
-/// What begins like a message of the handshake.
+/// Bytes that begin like a message of the handshake and go on at random.
 fn message(len: usize, kind: u8, group: u64) -> Vec<u8> {
     let mut bytes = noise(len);
     bytes[..8].copy_from_slice(b"burn-ddp");
@@ -168,13 +168,13 @@ fn message(len: usize, kind: u8, group: u64) -> Vec<u8> {
     bytes
 }
 
-/// The other side must close, and say nothing but its refusal.
+/// The other side must close the connection, and send nothing but a refusal.
 fn must_be_refused(mut stream: TcpStream) {
     let mut said = Vec::new();
     match stream.read_to_end(&mut said) {
         Ok(_) => {}
         Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
-        // It has better things to do right now.
+        // Too busy to answer in time.
         Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return,
         Err(e) => panic!("{e}"),
     }
@@ -217,7 +217,7 @@ fn truncated_and_oversized_messages() {
         for port in ports {
             for len in [1, 8, 10, 47, OPENING - 1] {
                 if let Some(mut stream) = connect(*port) {
-                    // It ends in the middle of its opening.
+                    // The connection ends in the middle of its opening message.
                     let _ = stream.write_all(&message(OPENING, 2, 0)[..len]);
                 }
             }
@@ -234,7 +234,7 @@ fn a_thousand_idle_connections() {
     withstands("1,000 idle connections", |ports, held| {
         held.retain(|stream| {
             stream.set_nonblocking(true).unwrap();
-            // The greeting lies there until the connection is closed.
+            // Not closed yet: the greeting can be read, and no end follows.
             !matches!(stream.peek(&mut [0; 1]), Ok(0)) && stream.take_error().is_ok_and(|error| error.is_none())
         });
         for port in ports.iter().cycle().take(1000_usize.saturating_sub(held.len())) {
@@ -253,7 +253,7 @@ fn slow_loris() {
                 break;
             }
         }
-        // One byte to each, of an opening that will never be whole.
+        // One byte per round to each connection: the opening message is never complete.
         let bytes = message(OPENING, 2, 0);
         held.retain(|mut stream| {
             let nth = stream.local_addr().map_or(0, |address| usize::from(address.port())) % 8;
@@ -282,13 +282,13 @@ fn data_of_another_job() {
     });
 }
 
-/// A connection recorded on its way through a proxy.
+/// The bytes of a connection, recorded by a proxy.
 struct Recorded {
     by_client: Vec<u8>,
     by_server: Vec<u8>,
 }
 
-/// What an honest client of the store and the store say to each other.
+/// The bytes that an honest client and the store send each other.
 fn record(job: &JobKey, server: SocketAddr) -> Recorded {
     let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = proxy.local_addr().unwrap().to_string();
@@ -330,7 +330,7 @@ fn a_replayed_handshake() {
     let honest = StoreClient::connect(&server.local_addr().to_string(), &job, PATIENCE).unwrap();
     honest.set("k", b"since changed").unwrap();
 
-    // To the store: the same bytes are worth nothing on another connection.
+    // Replayed to the store: the same bytes prove nothing on another connection.
     for _ in 0..3 {
         let mut stream = connect(server.local_addr()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -339,7 +339,8 @@ fn a_replayed_handshake() {
     }
     assert_eq!(honest.get("k", PATIENCE).unwrap(), b"since changed");
 
-    // To a client, by somebody who sits where the store was: it notices that its own nonce is not answered.
+    // Replayed to a client, by an attacker at the store's address: the client notices that its own nonce is not
+    // answered.
     let squatter = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = squatter.local_addr().unwrap().to_string();
     thread::scope(|s| {
@@ -358,7 +359,7 @@ fn a_reflected_handshake() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
     let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
-    // What the store says, said back to it: on the same connection, and on another one.
+    // The store's own bytes, sent back to it: on the same connection, and on another one.
     for other in [false, true] {
         let mut stream = connect(server.local_addr()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -373,7 +374,7 @@ fn a_reflected_handshake() {
         let answer = if other { said.get(GREETING..) } else { Some(&said[..]) }.unwrap_or_default();
         assert!(answer.is_empty() || matches!(answer[10], 2 | 3), "{answer:?}");
     }
-    // What a client says, said back to it as if by a store.
+    // A client's own bytes, sent back to it as if by a store.
     let mirror = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = mirror.local_addr().unwrap().to_string();
     thread::scope(|s| {
@@ -382,7 +383,7 @@ fn a_reflected_handshake() {
             stream.write_all(&message(GREETING, 1, 0)).unwrap();
             let mut opening = vec![0; OPENING];
             stream.read_exact(&mut opening).unwrap();
-            // As an answer of welcome: what the client sealed.
+            // A welcome that contains the bytes that the client itself has sealed.
             let mut answer = message(ANSWER, 0, 0);
             answer[12..64].copy_from_slice(&opening[32..]);
             stream.write_all(&answer).unwrap();

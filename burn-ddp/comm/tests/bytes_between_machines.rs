@@ -1,4 +1,4 @@
-//! Bytes that machines send each other, as the system counts them.
+//! Bytes that machines send each other in collectives, as the kernel counts them.
 #![cfg(target_os = "linux")]
 
 mod common;

@@ -1,5 +1,5 @@
-//! Ranks on machines that are connected through counterparts only: faults of a rank are known to all others, and of
-//! ranks that pass messages on, no other is accused.
+//! Ranks on machines that are connected through counterparts only (the ranks of the same number on each machine): all
+//! ranks learn of a rank's fault, and ranks that pass messages on accuse no other rank.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -29,13 +29,13 @@ struct Job {
 }
 
 impl Job {
-    /// Two on each machine.
+    /// Starts a job with two ranks on each machine.
     fn start(test: &str, roles: &[&str]) -> Job {
         let machines: Vec<usize> = (0..roles.len()).map(|rank| rank / 2).collect();
         Job::start_on(&machines, test, roles)
     }
 
-    /// Each on its machine.
+    /// Starts a job with rank `r` on machine `machines[r]`.
     fn start_on(machines: &[usize], test: &str, roles: &[&str]) -> Job {
         let store = launcher_store();
         let dir = tempfile::tempdir().unwrap();
@@ -70,7 +70,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // They write into the directory.
+        // Before the directory is removed, into which the ranks write.
         self.ranks.clear();
     }
 }
@@ -79,7 +79,7 @@ fn lively() -> WorldOptions {
     WorldOptions { heartbeat: BEAT, ..options() }
 }
 
-/// In a child: waits for the end of the world, outside of any call, and says why.
+/// In a child: waits, outside of any call, until the world has ended, and reports the cause.
 fn say_cause(world: &World) {
     let deadline = Instant::now() + PATIENCE;
     let cause = loop {
@@ -97,7 +97,7 @@ fn a_killed_rank_is_named_by_ranks_without_a_connection_to_it() {
     const TEST: &str = "a_killed_rank_is_named_by_ranks_without_a_connection_to_it";
     if let Some((_, env)) = role() {
         let world = World::join(&env, options()).unwrap();
-        // To the other rank of its machine and two counterparts, once that to the store is closed.
+        // Connections to the other rank of its machine and to two counterparts; that to the store is closed by then.
         await_connections(3);
         say("ready");
         return say_cause(&world);
@@ -114,7 +114,7 @@ fn a_killed_rank_is_named_by_ranks_without_a_connection_to_it() {
     assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
 }
 
-/// The end of a rank: it leaves at once, or says the cause that ends its world, which is its own failure if it fails.
+/// Plays a role: leaves at once, or reports the cause that ends its world, which for "fails" is its own failure.
 fn play(role: &str, world: World) {
     match role {
         "leaves" => return drop(world),
@@ -169,7 +169,7 @@ fn a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown() {
             let error = pair.unwrap().barrier().unwrap_err();
             return say(&format!("{:?}: {error}", error.rank()));
         }
-        // Until the test ends.
+        // Stays until the test ends.
         return await_go();
     }
     // Rank 3 hears rank 0 through rank 2.
@@ -200,13 +200,13 @@ fn a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown() {
     assert!(said.contains(expected), "{said}");
 }
 
-/// Ranks that this process has heard on a connection that was made since the world began, from what the library logs.
+/// Ranks from which this process has heard on a connection that was made after the world began, by the library's logs.
 static HEARD: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
 
-/// Writes such ranks to [`HEARD`].
+/// Adds these ranks to [`HEARD`].
 struct Listener;
 
-/// The fields of an event: the peer, and true if that was heard.
+/// Fields of a log event: the peer, and true if the event says that this process heard from it.
 #[derive(Default)]
 struct Fields(u64, bool);
 
@@ -218,7 +218,7 @@ impl Visit for Fields {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        self.1 |= field.name() == "message" && format!("{value:?}") == "heard on a connection of its own";
+        self.1 |= field.name() == "message" && format!("{value:?}") == "first message on the fallback connection";
     }
 }
 
@@ -258,7 +258,7 @@ fn await_heard(ranks: &[u64]) {
 const UNEVEN: [usize; 5] = [0, 0, 0, 1, 1];
 
 /// In a child of a job on [`UNEVEN`] machines: leaves, or waits until it is connected to the two other ranks that do
-/// not.
+/// not leave.
 fn cut_off() -> Option<(String, World)> {
     let (role, env) = role()?;
     tracing::subscriber::set_global_default(Listener).unwrap();
@@ -355,7 +355,7 @@ fn a_rank_that_dies_where_no_rank_is_connected_to_it_is_named_by_a_call() {
     }
     let mut job = Job::start_on(&UNEVEN, TEST, &["waits", "leaves", "waits", "leaves", "dies"]);
     job.hear_all("ready");
-    // From now on it connects to no rank.
+    // A stopped process connects to no rank.
     job.ranks[4].signal(Signal::STOP);
     for rank in [1, 3] {
         job.ranks[rank].go();

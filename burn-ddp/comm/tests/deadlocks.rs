@@ -1,5 +1,5 @@
-//! Ranks that wait for each other in different calls: an error of all ranks within some heartbeats. Ranks that wait for
-//! long and come at last: none.
+//! Deadlocks: if ranks wait for each other in different calls, all ranks get an error within some heartbeats. Ranks
+//! that only arrive late cause no error.
 
 mod common;
 
@@ -14,12 +14,12 @@ use common::{PATIENCE, Process, await_go, join_all, launcher_store, options, ran
 use rustix::process::Signal;
 
 const BEAT: Duration = Duration::from_millis(50);
-/// Longer than a circle would have to last.
+/// Longer than a deadlock must last to be reported.
 const LONG: Duration = Duration::from_millis(400);
-/// A circle is found within this time, on a slow machine too; the deadline is twice as far.
+/// A deadlock is reported within this time, on a slow machine too. The deadline of a call is twice as long.
 const SOON: Duration = Duration::from_secs(30);
 
-/// Worlds of so many ranks.
+/// Makers of worlds of a given number of ranks.
 const WORLDS: [fn(usize) -> Vec<World>; 4] = [
     |n| World::threads(n, lively(Some(EngineChoice::Tcp))),
     |n| joined(n, Some(EngineChoice::Tcp), |_| 0),
@@ -31,7 +31,7 @@ fn lively(engine: Option<EngineChoice>) -> WorldOptions {
     WorldOptions { heartbeat: BEAT, engine, ..options() }
 }
 
-/// Ranks that join, each on the machine that `machine` says.
+/// Ranks that join, rank `r` on machine `machine(r)`.
 fn joined(n: usize, engine: Option<EngineChoice>, machine: impl Fn(usize) -> usize) -> Vec<World> {
     let store = launcher_store();
     let at = |rank| LaunchEnv { machine: Some(machine(rank).to_string()), ..rank_at(&store, rank, n) };
@@ -51,7 +51,7 @@ struct Groups {
 fn run<R: Send>(n: usize, rank_main: impl Fn(usize, Groups) -> R + Sync) -> Vec<Vec<R>> {
     let rank_main = &rank_main;
     let in_world = |make: fn(usize) -> Vec<World>| {
-        // What one rank does must not meet another one that still makes its groups.
+        // No rank may begin while another one still makes its groups.
         let (begin, end) = (&Barrier::new(n), &Barrier::new(n));
         thread::scope(|scope| {
             let rank = |world: World| {
@@ -77,7 +77,8 @@ fn sum(group: &ProcessGroup) -> Result<f32> {
     Ok(x[0])
 }
 
-/// Runs collectives on a thread, as wrapped models do: it stands for the thread that submits.
+/// Runs collectives on a worker thread, as wrapped models do, with the marks by which deadlock detection sees that
+/// worker and submitting thread wait for each other.
 fn on_worker<R: Send>(submit: impl FnOnce(&dyn Fn() -> Result<f32>) -> R, group: &ProcessGroup) -> R {
     let (jobs, todo) = std::sync::mpsc::channel::<()>();
     let (finished, done) = std::sync::mpsc::channel();
@@ -119,7 +120,7 @@ fn a_scalar_of_one_rank_meets_gradients_of_the_others() {
     for (error, after) in worlds.into_iter().flatten() {
         let text = error.to_string();
         let Error::Deadlock { calls } = &error else { panic!("{text}") };
-        // Between machines a rank waits for its neighbours first.
+        // Between machines a rank waits for its own machine's ranks first, so rank 2 may not count as missing yet.
         assert!(calls[0].ranks == [0] && [&[1][..], &[1, 2]].contains(&&calls[0].missing[..]), "{text}");
         assert_eq!((&calls[1].ranks, &calls[1].missing), (&vec![1, 2], &vec![0]), "{text}");
         assert_eq!((error.rank(), text.matches(file!()).count()), (Some(0), 2), "{text}");
@@ -184,7 +185,7 @@ fn a_checkpoint_on_its_thread_is_no_circle() {
     });
 }
 
-/// Rank 0 works for long while a thread of it gives signs of life, which the others receive.
+/// Rank 0 works for a long time, while one of its threads sends signs of life to the other ranks.
 #[test]
 fn work_of_rank_0_while_the_others_wait_is_no_circle() {
     no_alarm(3, |rank, groups| {
@@ -218,7 +219,7 @@ fn two_models_in_opposite_order_are_no_circle() {
             if rank == 0 { (&groups.model, &groups.other_model) } else { (&groups.other_model, &groups.model) };
         for _ in 0..2 {
             let first = one.all_reduce_async(vec![1.0_f32; 1000], ReduceOp::Sum);
-            // The backward of the other model takes its time.
+            // Stands for a long backward of the other model.
             thread::sleep(LONG);
             let second = other.all_reduce_async(vec![1.0_f32; 1000], ReduceOp::Sum);
             assert_eq!((first.wait()?[0], second.wait()?[0]), (2.0, 2.0));
@@ -251,7 +252,7 @@ fn ranks_that_are_stopped_and_continued_are_no_circle() {
         let world = World::join(&env, lively(Some(EngineChoice::Tcp))).unwrap();
         let (one, other) = (world.group().unwrap(), world.group().unwrap());
         say("ready");
-        // Rank 0 is in the call of one group while rank 1 waits for it in the other's.
+        // Rank 0 is in a call of one group while rank 1 waits for it in a call of the other group.
         if rank == "late" {
             await_go();
         }

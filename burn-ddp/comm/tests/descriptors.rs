@@ -1,4 +1,4 @@
-//! Real processes that may have few open files: an error of that rank at once, on all ranks, with the fix.
+//! Real processes with a low limit of open files: all ranks get an error at once, which names the rank and the fix.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -15,7 +15,7 @@ use common::{JOB, Process, await_go, launcher_store, listening, options, rank_at
 /// Half of the deadline of joining and of calls.
 const AT_ONCE: Duration = Duration::from_secs(30);
 
-/// Starts the ranks of `test`, each after a `ulimit` command of the shell, none where that is empty.
+/// Starts the ranks of `test`, each after its `ulimit` command of the shell; an empty command sets no limit.
 fn start(test: &str, limits: &[&str]) -> (StoreServer, Vec<Process>) {
     let store = launcher_store();
     let start = |(rank, limit): (usize, &&str)| start_limited(test, limit, &rank_at(&store, rank, limits.len()));
@@ -105,10 +105,10 @@ fn idle_strangers_take_no_descriptors_that_a_group_needs() {
         let said = rank.hear();
         let (open, port) = said.split_once(' ').unwrap();
         let (open, port): (usize, u16) = (open.parse().unwrap(), port.parse().unwrap());
-        // All that it could have.
+        // As many connections as the rank has descriptors left.
         idle.extend((open..64).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()));
     }
-    // They are accepted by then, or not at all.
+    // Time to accept as many of these connections as the limit allows.
     thread::sleep(Duration::from_millis(200));
     ranks.iter_mut().for_each(Process::go);
     for rank in &mut ranks {
@@ -169,7 +169,7 @@ fn a_store_without_free_descriptors_waits_for_some_and_costs_no_processor_time()
     }
     let mut process = start_limited(TEST, "ulimit -n 64", &rank_at(&launcher_store(), 0, 1));
     let address = format!("127.0.0.1:{}", process.hear());
-    // The kernel connects it, and the store can accept it no more than those to come.
+    // The kernel completes the connection, but the store has no descriptor left to accept it or later ones.
     let _stranger = TcpStream::connect(&address).unwrap();
     let used = processor_time(process.id());
     thread::sleep(Duration::from_millis(500));

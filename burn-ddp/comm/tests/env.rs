@@ -1,4 +1,4 @@
-//! The table of environment variables, row by row.
+//! The variables of each launcher, and what a rank makes of them.
 
 use burn_ddp_comm::{Error, LaunchEnv, Meeting, Result};
 
@@ -12,7 +12,7 @@ fn env(set: &[(&str, &str)]) -> LaunchEnv {
     read(set).unwrap_or_else(|e| panic!("{set:?}: {e}")).expect("something is set")
 }
 
-/// The message of the error that `set` must be; it must contain all of `expected`.
+/// Fails unless the variables `set` are refused with a message that contains all of `expected`.
 fn refused(set: &[(&str, &str)], expected: &[&str]) {
     let error = read(set).expect_err(&format!("{set:?} must be refused"));
     assert!(matches!(error, Error::Environment { .. }), "{error:?}");
@@ -26,7 +26,7 @@ const PLAIN: [(&str, &str); 4] =
     [("RANK", "3"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
 const OURS: [(&str, &str); 3] =
     [("BURN_DDP_RANK", "3"), ("BURN_DDP_WORLD_SIZE", "8"), ("BURN_DDP_MASTER", "127.0.0.1:4000")];
-/// 3 ranks on one machine, as `mpirun` of Open MPI 4.1.4 says it.
+/// Rank 1 of 3 on one machine, as `mpirun` of Open MPI 4.1.4 sets it.
 const OPEN_MPI: [(&str, &str); 8] = [
     ("OMPI_COMM_WORLD_RANK", "1"),
     ("OMPI_COMM_WORLD_SIZE", "3"),
@@ -37,7 +37,7 @@ const OPEN_MPI: [(&str, &str); 8] = [
     ("PMIX_RANK", "1"),
     ("PMIX_SERVER_TMPDIR", "/tmp/ompi.vm.0/pid.9565"),
 ];
-/// The same by MPICH 4.0.2.
+/// The same rank, as MPICH 4.0.2 sets it.
 const MPICH: [(&str, &str); 7] = [
     ("PMI_RANK", "1"),
     ("PMI_SIZE", "3"),
@@ -47,7 +47,7 @@ const MPICH: [(&str, &str); 7] = [
     ("HYDI_CONTROL_FD", "7"),
     ("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "n7"),
 ];
-/// The same by `srun` of Slurm 22.05.
+/// The same rank, as `srun` of Slurm 22.05 sets it.
 const SLURM: [(&str, &str); 11] = [
     ("SLURM_PROCID", "1"),
     ("SLURM_STEP_NUM_TASKS", "3"),
@@ -61,7 +61,7 @@ const SLURM: [(&str, &str); 11] = [
     ("SLURM_NTASKS", "3"),
     ("SLURM_JOB_NODELIST", "vm"),
 ];
-/// A batch script of Slurm, which is no task, though it has a number.
+/// A batch script of Slurm, which is no rank, though its `SLURM_PROCID` is set.
 const BATCH: [(&str, &str); 5] = [
     ("SLURM_JOB_ID", "12"),
     ("SLURM_PROCID", "0"),
@@ -209,7 +209,7 @@ fn two_launchers_that_disagree_are_an_error_that_shows_both() {
     refused(&with(&with(&OURS, &PLAIN), &[("RANK", "2")]), &["BURN_DDP_RANK=3 but RANK=2"]);
     refused(&with(&OURS, &PLAIN), &["BURN_DDP_MASTER=127.0.0.1:4000 but MASTER_ADDR:MASTER_PORT=localhost:29500"]);
     refused(&with(&OURS, &[("RANK", "2")]), &["BURN_DDP_RANK=3 but RANK=2"]);
-    // What a script exported, and mpirun or srun then overruled, would make each rank the same one.
+    // Variables that a script exported before mpirun or srun would give all ranks the same number.
     let left_over = with(&PLAIN, &[("RANK", "0"), ("WORLD_SIZE", "1")]);
     refused(
         &with(&left_over, &OPEN_MPI),
@@ -218,7 +218,7 @@ fn two_launchers_that_disagree_are_an_error_that_shows_both() {
     refused(&with(&left_over, &MPICH), &["RANK=0 but PMI_RANK=1", "WORLD_SIZE=1 but PMI_SIZE=3"]);
     refused(&with(&left_over, &SLURM), &["RANK=0 but SLURM_PROCID=1", "WORLD_SIZE=1 but SLURM_STEP_NUM_TASKS=3"]);
     refused(&with(&OPEN_MPI, &[("LOCAL_RANK", "0")]), &["OMPI_COMM_WORLD_LOCAL_RANK=1 but LOCAL_RANK=0"]);
-    // A script that passes on what srun says.
+    // A script that sets the plain variables from srun's.
     let passed_on = with(&PLAIN, &[("RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "3")]);
     assert_eq!(env(&with(&passed_on, &SLURM)).launcher, "variables");
 }
@@ -246,7 +246,7 @@ fn ranks_that_are_all_here_meet_at_a_socket_named_after_the_job() {
         local("torchrun, run, port 29500, restart 3"),
         "a restarted job does not meet its predecessor"
     );
-    // torchrun names its machine, though all ranks are there.
+    // torchrun gives its machine's name as the master, though all ranks are on that machine.
     let named = with(&torchrun, &[("MASTER_ADDR", "vm"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "8")]);
     assert_eq!(env(&named).meeting, local("torchrun, run, port 29500, restart 2"));
     assert_eq!(env(&OURS).meeting, local("burnrun, port 4000, restart 0"));
@@ -358,11 +358,11 @@ fn a_launcher_within_another_wins() {
     }
     for outer in [&OPEN_MPI[..], &MPICH] {
         assert_eq!(env(&with(outer, &torchrun)).launcher, "torchrun");
-        // burnrun takes theirs away, so this is an mpirun within one of its ranks.
+        // burnrun removes mpirun's variables, so here mpirun runs inside a rank of burnrun.
         refused(&with(outer, &burnrun), &["BURN_DDP_RANK=3"]);
         refused(&with(outer, &OURS), &["BURN_DDP_RANK=3"]);
     }
-    // `srun --mpi=pmi2` and `--mpi=pmix` add to its own variables.
+    // `srun --mpi=pmi2` and `--mpi=pmix` set these besides Slurm's own variables.
     let pmi2 = [("PMI_RANK", "1"), ("PMI_SIZE", "3"), ("PMI_FD", "11"), ("PMI_JOBID", "12.0")];
     assert_eq!(env(&with(&SLURM, &pmi2)).launcher, "Slurm");
     assert_eq!(env(&with(&SLURM, &[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "slurm.pmix.12.0")])).launcher, "Slurm");

@@ -1,4 +1,4 @@
-//! Real processes that end in all possible ways: the survivors' errors, and their delay.
+//! Real processes that end in all possible ways: the errors of the survivors, and how soon these come.
 //!
 //! Each test starts this binary again, once per rank, with only itself to run; see [`common::Process`].
 
@@ -10,7 +10,7 @@ use burn_ddp_comm::{Error, Progress, ReduceOp, StoreServer, Track, World, WorldO
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
-/// A death is known to all within this time.
+/// All survivors learn of a rank's death within this time.
 const SOON: Duration = Duration::from_secs(2);
 
 /// The ranks of a job, as processes that run `test` in the roles given, and the store they meet at.
@@ -93,7 +93,7 @@ fn a_rank_that_exits_without_a_goodbye_is_dead() {
     for rank in [0, 2] {
         let said = ranks[rank].hear();
         assert!(said.starts_with("PeerLost of Some(1)") && said.contains("ended without a goodbye"), "{said}");
-        // The test has not waited for it, so the kernel still knows.
+        // The test has not reaped the process yet, so the kernel still has its exit code.
         assert!(said.contains("it exited with code 0 without leaving the job"), "{said}");
     }
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
@@ -148,7 +148,7 @@ fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
         let group = world.group().unwrap();
         say("ready");
         await_go();
-        // The stopped one may find in its sockets all that its first barrier needs.
+        // The stopped rank's first barrier may succeed: its sockets may hold all frames that it needs.
         let mut barriers = std::iter::repeat_with(|| group.barrier());
         return say(&report(&barriers.find_map(|barrier| barrier.err()).unwrap()));
     }
@@ -161,7 +161,7 @@ fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
         let said = ranks[rank].hear();
         assert!(said.starts_with("Timeout of Some(1)") && said.contains("waited 2 s for rank 1 in barrier"), "{said}");
     }
-    // It wakes up to find that the others gave up, not to hang.
+    // When the stopped rank goes on, it finds that the others gave up; it does not hang.
     ranks[1].signal(Signal::CONT);
     ranks[1].go();
     let said = ranks[1].hear();
@@ -205,17 +205,17 @@ fn processes_that_leave_in_any_order_are_never_called_dead() {
         say("done");
         if role == "stays" {
             await_go();
-            // All others are gone, or going, when this ends: it must say so, and say nothing worse.
+            // All others have left, or are about to: the error must be `PeerLeft`, not a loss.
             return say(&report(&group.barrier().unwrap_err()));
         }
         let linger = Duration::from_micros(role.parse().unwrap());
         std::thread::sleep(linger);
         drop((group, world));
-        // The test harness would take its time: a rank's process may be gone right after its goodbye.
+        // Ends the process right after the goodbye; returning to the test harness would take longer.
         std::process::exit(0);
     }
     for round in 0..12_u64 {
-        // Together, or one after the other in changing order.
+        // The ranks leave together, or one after the other in changing order.
         let linger: Vec<String> =
             (0..3).map(|rank| ((round * 7 + rank * 5) % 6 * round / 2 * 300).to_string()).collect();
         let (_store, mut ranks) = start(TEST, &[&linger[0], &linger[1], "stays", &linger[2]]);

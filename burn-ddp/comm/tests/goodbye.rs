@@ -1,4 +1,4 @@
-//! Leaving is not dying, in any order, and no thread or socket stays behind.
+//! Ranks leave in any order without being reported as lost, and leave no thread or socket behind.
 
 mod common;
 
@@ -12,7 +12,7 @@ fn pick(state: &mut u64, below: u64) -> u64 {
     (*state >> 33) % below
 }
 
-/// A rank that works, lingers for a while, and leaves; what it knows of the world's end when it does.
+/// A rank that runs collectives, waits for a while and leaves. Returns the error of its world when it leaves, if any.
 fn rank_main(world: World, mut state: u64) -> Result<(), Error> {
     let group = world.group()?;
     let mut x = vec![1.0_f32; 1 << pick(&mut state, 16)];
@@ -41,7 +41,7 @@ fn two_hundred_worlds_end_without_a_death() {
             }
         });
     }
-    // All have left, so the monitors end at once, and take their sockets with them.
+    // All ranks have left, so the monitor threads end at once and close their sockets.
     let begin = Instant::now();
     while open_files() > before && begin.elapsed() < Duration::from_secs(3) {
         std::thread::sleep(Duration::from_millis(5));

@@ -1,4 +1,4 @@
-//! Data connections between machines: as many as the collectives need, connected when they are first used.
+//! Data connections between machines: only those that the collectives need, each made when it is first used.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -16,7 +16,7 @@ use rustix::process::Signal;
 /// Half of the deadline of a call.
 const AT_ONCE: Duration = Duration::from_secs(30);
 
-/// Every collective that goes by counterparts alone.
+/// Every collective that uses only connections between counterparts (ranks of the same number on their machines).
 fn collectives(group: &ProcessGroup) -> Result<()> {
     for len in [1, 5000] {
         let mut x = vec![1.0_f32; len];
@@ -37,7 +37,7 @@ fn a_rank_has_one_data_connection_for_each_other_machine() {
     let (machines, ranks_each) = (16, 4);
     let count = machines * ranks_each;
     if role().is_none() {
-        // A process of its own, so that no other test's connections count.
+        // In a process of its own, where no other test has connections that would be counted.
         let store = launcher_store();
         let mut child = Process::start(TEST, "all ranks", &rank_at(&store, 0, 1));
         assert_eq!(child.hear(), "fine");
@@ -66,13 +66,13 @@ fn a_rank_has_one_data_connection_for_each_other_machine() {
         all_have(&world, control + data);
         collectives(&group).unwrap();
         all_have(&world, control + data);
-        // Ranks that no collective connects.
+        // A message between ranks that no collective has connected makes a connection.
         match world.rank() {
             0 => group.send(&[7_u8], count - 1).unwrap(),
             rank if rank == count - 1 => group.recv(&mut [0_u8], 0).unwrap(),
             _ => {}
         }
-        // Nor does a message inside a machine.
+        // A message inside a machine makes none.
         match world.rank() {
             0 => group.send(&[7_u8], 1).unwrap(),
             1 => group.recv(&mut [0_u8], 0).unwrap(),
@@ -112,7 +112,7 @@ fn ranks_that_all_connect_to_each_other_at_once_do_so() {
 
 #[test]
 fn a_rank_that_waits_for_a_connection_sends_to_its_other_peers() {
-    // Rank `first` sends to `second`, whose word `third` needs before it connects to `first`.
+    // Rank `first` sends to `second`. Rank `third` needs a message of `second` before it connects to `first`.
     let (first, second, third) = (0, 3, 5);
     let machines = [0, 0, 1, 1, 2, 2];
     for worlds in [placed(&machines, &options()), world(machines.len(), &options())] {
@@ -140,7 +140,7 @@ fn groups_that_are_called_in_opposite_order_connect() {
     const LEN: usize = 8 << 20;
     on_world(placed(&[0, 0, 1, 1], &options()), |world| {
         let groups = [world.group().unwrap(), world.group().unwrap()];
-        // Each the other's first use of a connection to it: no counterparts.
+        // Ranks that are no counterparts: each exchange is the first use of a connection between them.
         let peer = 3 - world.rank();
         let first = usize::from(world.rank() > 1);
         let exchange = |group: &ProcessGroup| {
@@ -158,14 +158,14 @@ fn groups_that_are_called_in_opposite_order_connect() {
 
 #[test]
 fn a_rank_that_closed_its_group_is_named_by_one_that_would_connect() {
-    // The lower rank waits for a connection, the higher one connects.
+    // Of two ranks, the higher one connects and the lower one waits for the connection.
     for (closes, calls) in [(3, 0), (0, 3)] {
         let errors = on_world(placed(&[0, 0, 1, 1], &options()), |world| {
             let group = world.group().unwrap();
             let closed = world.group().unwrap();
             if world.rank() == closes {
                 drop(closed);
-                // Until the world ends.
+                // Waits until the world ends.
                 return group.barrier().unwrap_err().to_string();
             }
             let begin = Instant::now();
@@ -184,7 +184,7 @@ fn a_rank_that_closed_its_group_is_named_by_one_that_would_connect() {
 /// Errors of ranks 0 and 3, which have no connection, when one of them calls and the other does not; `meanwhile` runs
 /// on rank 1.
 fn errors_of_one_that_connects(options: &WorldOptions, meanwhile: impl Fn(&World) + Sync) -> [Error; 2] {
-    // The lower rank waits for a connection, the higher one connects.
+    // Of two ranks, the higher one connects and the lower one waits for the connection.
     let of_caller = &|caller: usize| {
         let done = Barrier::new(4);
         let errors = on_world(placed(&[0, 0, 1, 1], options), |world| {
@@ -244,7 +244,8 @@ fn a_wait_for_a_connection_ends_when_the_peer_leaves() {
     }
 }
 
-/// In a child: a group whose ranks 0 and 3 have no connection, which one of them wants while the other stands still.
+/// In a child: a group whose ranks 0 and 3 have no connection. One of them wants to connect, while the other is
+/// stopped.
 fn rank_main() -> bool {
     let Some((role, env)) = role() else { return false };
     let peer_timeout = (role == "impatient").then_some(Duration::from_secs(2));
@@ -263,7 +264,8 @@ fn rank_main() -> bool {
     true
 }
 
-/// Four ranks on two machines, of which one stops and another, without a connection to it, calls it.
+/// Four ranks on two machines. One is stopped while another, which has no connection to it, calls it; then `harm` is
+/// done to the stopped one.
 fn check(test: &str, role: &str, harm: impl Fn(&mut Process), expected: &str) {
     for culprit in [0, 3] {
         let store = launcher_store();
@@ -277,7 +279,7 @@ fn check(test: &str, role: &str, harm: impl Fn(&mut Process), expected: &str) {
         let others = || (0..4).filter(|rank| *rank != culprit);
         others().for_each(|rank| ranks[rank].go());
         others().for_each(|rank| assert_eq!(ranks[rank].hear(), "goes on"));
-        // Long enough that it connects.
+        // Time to connect.
         thread::sleep(Duration::from_millis(200));
         let begin = Instant::now();
         harm(&mut ranks[culprit]);

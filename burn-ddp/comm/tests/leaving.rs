@@ -1,5 +1,5 @@
-//! A rank that leaves while its groups are open: its peers hear so at once, and get what it sent before. Groups that
-//! are closed leave nothing behind.
+//! A rank that leaves while its groups are open: its peers notice at once, and still receive all data that it sent
+//! before. Groups that are closed leave no open file behind.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn one_leaves(worlds: Vec<World>) {
         let mut x = vec![1.0_f32; 100_000];
         group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
         if world.rank() == last {
-            // The others are in their calls by then, or find out when they begin.
+            // Most of the others are in their calls by then; the rest notice when they begin theirs.
             thread::sleep(Duration::from_millis(100));
             left.set(Instant::now()).unwrap();
             world.leave();
@@ -55,7 +55,7 @@ fn a_rank_that_leaves_with_its_group_open_is_named_at_once_between_machines() {
     one_leaves(placed(&[0, 0, 1], &options()));
 }
 
-/// The first rank leaves while the others make a group with it, or before they do.
+/// Rank 0 leaves while the others make a group with it, or before that.
 #[test]
 fn a_rank_that_leaves_instead_of_making_a_group_is_named_at_once() {
     for leaves_first in [false, true] {
@@ -84,7 +84,7 @@ fn a_rank_that_leaves_instead_of_making_a_group_is_named_at_once() {
     }
 }
 
-/// A rank leaves while another thread of it waits for a peer, which gives up after that.
+/// A rank leaves while another of its threads waits for a peer, which then fails.
 fn call_under_way(worlds: Vec<World>) {
     let ended = Barrier::new(2);
     on_world(worlds, |world| {
@@ -92,7 +92,7 @@ fn call_under_way(worlds: Vec<World>) {
         if world.rank() == 0 {
             thread::scope(|scope| {
                 let call = scope.spawn(|| group.recv(&mut [0_u8], 1).unwrap_err());
-                // It is in its call by then.
+                // Time for that thread to enter its call.
                 thread::sleep(Duration::from_millis(100));
                 world.leave();
                 let begin = Instant::now();
@@ -122,7 +122,7 @@ fn a_call_under_way_when_its_rank_leaves_ends_with_the_world_between_machines_an
     call_under_way(placed(&[0, 0], &options()));
 }
 
-/// What a rank sent before it left arrives, also where it left first.
+/// Data that a rank sent before it left arrive, even if the receiver asks for them after it left.
 #[test]
 fn what_was_sent_before_the_goodbye_arrives() {
     let bytes = vec![7_u8; 8 << 20];
@@ -172,7 +172,7 @@ impl Transport for Held {
     }
 }
 
-/// Hands out the one engine that it has.
+/// A fabric that hands out its only engine.
 struct Once(Mutex<Option<Held>>);
 
 impl Fabric for Once {
@@ -198,7 +198,7 @@ fn a_group_in_a_call_closes_after_it() {
     thread::scope(|scope| {
         let call = scope.spawn(|| group.barrier());
         has_entered.recv_timeout(PATIENCE).unwrap();
-        // Returns although the call goes on.
+        // Does not wait for the call of the other thread.
         world.leave();
         free.send(()).unwrap();
         call.join().unwrap().unwrap();
@@ -213,7 +213,7 @@ fn a_group_in_a_call_closes_after_it() {
     assert_eq!(closed.load(Ordering::SeqCst), 1);
 }
 
-/// Opens and closes `count` groups of two ranks, over each engine, in a process of their own; all connect.
+/// Opens and closes `count` groups of two ranks over each engine, in a process of their own. All groups connect.
 #[cfg(target_os = "linux")]
 fn groups_close(test: &str, count: usize) {
     if role().is_none() {
@@ -239,14 +239,14 @@ fn groups_close(test: &str, count: usize) {
                 }
                 if round == 0 || round == count {
                     in_turn.wait();
-                    // The monitors have accepted all, and dropped what came for groups that were closed.
+                    // By then the monitors have accepted all connections, and dropped those for closed groups.
                     group.barrier().unwrap();
                     in_turn.wait();
                     open.push(std::fs::read_dir("/proc/self/fd").unwrap().count());
                     in_turn.wait();
                 }
             }
-            // Both ranks count while the other does.
+            // One more is allowed: the other rank of this process has the directory open to count, too.
             assert!(open[1] <= open[0] + 1, "{open:?} open files, in {}", world.engine());
         });
     }

@@ -1,5 +1,5 @@
-//! Real processes that are stopped, cut off, slow or stuck: suspects, culprits, ranks that are not accused; and the
-//! events and reports that ranks write.
+//! Real processes that are stopped, cut off, slow or stuck: which ranks become suspects and culprits, which are not
+//! accused, and the events and reports that ranks write.
 //!
 //! Each test starts this binary again, once per rank, with only itself to run; see [`common::Process`].
 
@@ -69,7 +69,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // They write into the directory.
+        // Before the directory is removed, into which the ranks write.
         self.ranks.clear();
     }
 }
@@ -86,7 +86,7 @@ fn join(options: WorldOptions) -> Option<(String, World, ProcessGroup)> {
     Some((role, world, group))
 }
 
-/// In a child: how it went.
+/// In a child: reports a result to the test.
 fn tell(result: Result<()>) {
     match result {
         Ok(()) => say("fine"),
@@ -114,7 +114,7 @@ fn a_stopped_rank_is_suspected_then_heard_again_and_the_job_goes_on() {
     for observer in [0, 2] {
         job.await_event(|event| matches!(event, Event::Recovered { rank, peer: 1, .. } if *rank == observer));
     }
-    // Only now: once the barrier is done the others leave, and listen no more.
+    // Not earlier: once the barrier is done, the other ranks leave and write no more events.
     job.ranks[1].go();
     for rank in &mut job.ranks {
         assert_eq!(rank.hear(), "fine");
@@ -133,7 +133,7 @@ fn a_stopped_rank_is_lost_once_the_user_says_when() {
     let mut ranks: Vec<_> = (0..2).map(|rank| Process::start(TEST, "rank", &rank_at(&store, rank, 3))).collect();
     let mut stopped = Process::start(TEST, "rank", &rank_at(&store, 2, 3));
     assert_eq!(stopped.hear(), "ready");
-    // It may have been too late for the first barrier to miss it, but not for the second.
+    // The first barrier may be done before the rank is stopped; the second cannot be.
     stopped.signal(Signal::STOP);
     for rank in &mut ranks {
         assert_eq!(rank.hear(), "ready");
@@ -159,7 +159,7 @@ fn a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued() {
     job.ranks.iter().for_each(|rank| rank.signal(Signal::STOP));
     sleep(Duration::from_millis(2500));
     job.ranks.iter().for_each(|rank| rank.signal(Signal::CONT));
-    // Nobody is accused afterwards either.
+    // No rank is accused afterwards either.
     sleep(Duration::from_millis(500));
     job.ranks.iter_mut().for_each(Process::go);
     for rank in &mut job.ranks {
@@ -180,7 +180,8 @@ fn a_stall_says_who_is_missing_and_what_it_does() {
     }
     let mut job = Job::start(TEST, &["rank", "slow", "rank"]);
     for observer in [0, 2] {
-        // It is told again and again; the first time another rank may not be there yet, or not have said where it is.
+        // Stalls are reported repeatedly; at the first report another rank may not be in the call yet, or its heartbeat
+        // may not have come.
         let event = job.await_event(|event| {
             matches!(event, Event::Stall { rank, waiting_for, call, .. }
                 if *rank == observer && *waiting_for == [1] && call.contains("(step 28)"))
@@ -204,7 +205,7 @@ fn a_stall_says_who_is_missing_and_what_it_does() {
 fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
     const TEST: &str = "a_timeout_names_the_rank_that_keeps_all_others_waiting";
     if let Some((role, world, group)) = join(WorldOptions { timeout: Duration::from_secs(3), ..lively() }) {
-        // A chain: the first waits for the second, which waits for the one that is stuck.
+        // A chain: rank 0 waits for rank 1, which waits for rank 2, which is stuck.
         let one = group.split((world.rank() < 2).then_some(0), 0).unwrap();
         let other = group.split((world.rank() > 0).then_some(0), 0).unwrap();
         world.set_step(4);
@@ -213,7 +214,7 @@ fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
         return match role.as_str() {
             "first" => tell(one.unwrap().barrier()),
             "second" => tell(other.unwrap().barrier()),
-            // It hears who was blamed, soon if not by now.
+            // The stuck rank learns soon that the world has ended, and which rank is the culprit.
             _ => {
                 let deadline = Instant::now() + Duration::from_secs(5);
                 while world.check().is_ok() && Instant::now() < deadline {
@@ -256,7 +257,7 @@ fn whoever_survives_leaves_a_report() {
     let dead = job.ranks[2].id();
     job.ranks[0].go();
     job.ranks[1].go();
-    // Let them wait for a while, so that they know what the other does.
+    // Time for some heartbeats, so that each of the two knows what the other does.
     sleep(20 * BEAT);
     job.ranks[2].go();
     for rank in 0..2 {
@@ -334,7 +335,7 @@ impl Machine {
     }
 
     fn cut(&self) {
-        // At the far end: this machine's own routes stay, as they do when a switch fails.
+        // At the far end, so that this machine's own routes stay, as when a switch fails.
         ip(&["-n", &self.name, "link", "set", "eth0", "down"]);
     }
 }

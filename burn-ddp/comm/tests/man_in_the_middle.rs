@@ -1,4 +1,4 @@
-//! A relay without the secret between two ranks and the store where they meet: it can pass bytes on, and reads nothing.
+//! A relay, which does not know the secret, between a rank and the store: it can pass bytes on, but not read them.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, ReduceOp, StoreServer, World};
 use common::{FreePort, JOB, PATIENCE, SecretFile, options, rank_of};
 
-/// Relays connections from `listener` to `port`; everything that both sides say.
+/// Relays connections from `listener` to `port`. Returns all bytes that both sides send, as they come.
 fn relay(listener: TcpListener, port: u16) -> Arc<Mutex<Vec<u8>>> {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let all = seen.clone();
@@ -37,11 +37,11 @@ fn relay(listener: TcpListener, port: u16) -> Arc<Mutex<Vec<u8>>> {
     seen
 }
 
-/// Two ranks meet at the store at `port`, the second through the relay, and the job is done as ever.
+/// Two ranks meet at the store at `port`, the second through the relay, and run a collective.
 fn relayed([first, second]: [LaunchEnv; 2], port: u16, seen: &Mutex<Vec<u8>>) {
     let [first, second] = &thread::scope(|s| {
         let first = s.spawn(|| World::join(&first, options()));
-        // Past a relay that reaches no store yet, the second rank would try the next port.
+        // If the relay could not reach the store yet, the second rank would try the next port.
         let begin = Instant::now();
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             assert!(begin.elapsed() < PATIENCE, "no store at port {port}");
@@ -61,7 +61,7 @@ fn relayed([first, second]: [LaunchEnv; 2], port: u16, seen: &Mutex<Vec<u8>>) {
     });
     let seen = seen.lock().unwrap();
     assert!(seen.len() > 1000, "{} bytes came past the relay", seen.len());
-    // Long enough that no ciphertext holds them by chance.
+    // Texts long enough not to occur in ciphertext by chance.
     for text in ["rank/1", "/verdict", "/arrived", "127.0.0.1"] {
         let legible = seen.windows(text.len()).any(|bytes| bytes == text.as_bytes());
         assert!(!legible, "the relay read {text:?}");
@@ -75,7 +75,7 @@ fn a_relay_reads_nothing() {
     let host = "127.0.0.1".to_owned();
     let fresh = || TcpListener::bind("127.0.0.1:0").unwrap();
 
-    // The launcher's store, on the way to which somebody sits.
+    // The launcher's store, reached through the relay.
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 0)).unwrap();
     let direct = Meeting::Launcher { host: host.clone(), port: store.local_addr().port() };
     let listener = fresh();

@@ -1,4 +1,4 @@
-//! Sixty-four ranks, as sixteen machines of four, on one host: they join, reduce and end. Tells what that takes.
+//! Sixty-four ranks, as sixteen machines of four, on one host: they join, reduce and end. Prints what that takes.
 #![cfg(target_os = "linux")]
 
 mod common;

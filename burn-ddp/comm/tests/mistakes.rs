@@ -9,24 +9,24 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use common::options;
 
-/// Calls of one rank of two, with two groups.
+/// The calls of one of two ranks, on two groups.
 type Part = fn(&World, &ProcessGroup, &ProcessGroup) -> Result<()>;
 
-/// A mistake: what it is, what rank 0 does, what rank 1 does, and what the error says of the difference.
+/// A mistake: its name, the calls of rank 0, the calls of rank 1, and the expected error.
 type Mistake = (&'static str, Part, Part, Sort);
 
 enum Sort {
-    /// The calls differ in this; both are shown with their lines.
+    /// The calls differ in this field; the error shows both with their lines.
     Differ(&'static str),
-    /// Nothing differs, but one rank never comes: it is named, with what it does instead and the line of its last call.
+    /// One rank never makes the call: the error names it, what it does instead, and the line of its last call.
     Missing(&'static str),
-    /// Each of two ranks waits for the other, in different groups: both calls are shown, and the two groups.
+    /// The ranks wait for each other in different groups: the error shows both calls and both groups.
     Circle([&'static str; 2]),
-    /// One rank has left: it is named, and so is the line of the call that needed it.
+    /// One rank has left: the error names it, and the line of the call that needed it.
     Left,
-    /// One rank gave up, and says why.
+    /// One rank failed with this cause.
     Failed(&'static str),
-    /// The bytes are of another type.
+    /// The received bytes are a value of another type.
     Object,
 }
 use Sort::{Circle, Differ, Failed, Left, Missing, Object};
@@ -352,12 +352,12 @@ fn until_ended(world: &World) -> Result<()> {
     panic!("the world goes on")
 }
 
-/// Whether this rank left, and so hears no more.
+/// True if this rank has left, and so learns nothing more of its world.
 fn has_left(world: &World, group: &ProcessGroup) -> bool {
     matches!(group.barrier(), Err(Error::PeerLeft { peer, .. }) if peer.rank == world.rank())
 }
 
-/// How both ranks end; without an error only those that left.
+/// The errors of both ranks; `None` only for a rank that left.
 fn run(make: fn(usize, &WorldOptions) -> Vec<World>, options: &WorldOptions, parts: [Part; 2]) -> Vec<Option<Error>> {
     let ready = AtomicUsize::new(0);
     let ready = &ready;
@@ -369,7 +369,7 @@ fn run(make: fn(usize, &WorldOptions) -> Vec<World>, options: &WorldOptions, par
                 scope.spawn(move || {
                     let (group, other) = (world.group().unwrap(), world.group().unwrap());
                     world.set_step(28);
-                    // What one rank does wrong must not hit the other while it still makes its groups.
+                    // No rank may begin while the other still makes its groups.
                     ready.fetch_add(1, Ordering::SeqCst);
                     let begin = Instant::now();
                     while ready.load(Ordering::SeqCst) < 2 && begin.elapsed() < common::PATIENCE {
@@ -379,7 +379,7 @@ fn run(make: fn(usize, &WorldOptions) -> Vec<World>, options: &WorldOptions, par
                     if has_left(&world, &group) {
                         return None;
                     }
-                    // Nobody leaves before the other has heard; who noticed nothing hears of it.
+                    // Leaves only once the world has ended. A rank whose calls succeeded takes the world's error.
                     let heard = until_ended(&world).expect_err("the world has ended");
                     Some(result.err().unwrap_or(heard))
                 })
@@ -402,7 +402,7 @@ fn lines(text: &str) -> Vec<&str> {
 
 fn check_table(make: fn(usize, &WorldOptions) -> Vec<World>) {
     for (name, rank_0, rank_1, sort) in TABLE {
-        // Who misses a peer must wait for it; the others find out at once.
+        // A missing rank is noticed only at the deadline; all other mistakes are noticed at once.
         let timeout = if matches!(sort, Missing(_)) { Duration::from_millis(800) } else { common::PATIENCE };
         let options = WorldOptions { timeout, heartbeat: Duration::from_millis(50), ..options() };
         let begin = Instant::now();

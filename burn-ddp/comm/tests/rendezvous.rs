@@ -1,4 +1,4 @@
-//! Joining: ranks that come, ranks that do not, and the errors of each.
+//! Joining: ranks that come, ranks that do not come, and the errors of both.
 
 mod common;
 
@@ -72,7 +72,7 @@ fn ranks_meet_at_rank_0_whoever_comes_first() {
             let at = at.clone();
             move || World::join(&rank_of(at, 1, 2), options()).unwrap()
         });
-        // Long enough for several attempts to meet nobody.
+        // Time for several attempts that find no store.
         std::thread::sleep(Duration::from_millis(200));
         let late = World::join(&rank_of(at, 0, 2), options()).unwrap();
         work_together(vec![late, early.join().unwrap()]);
@@ -127,7 +127,7 @@ fn jobs_in_one_store_do_not_mix() {
 fn jobs_at_neighbouring_ports_do_not_mix() {
     let port = FreePort::reserve();
     let at = |base: u16| Meeting::Rank0Above { host: "127.0.0.1".into(), port: base };
-    // The ports of one are among those of the other, and both have the default id.
+    // The two jobs search nearly the same ports, and both have the default id.
     let (one, other) = (at(port.port - 1), at(port.port));
     std::thread::scope(|s| {
         let join = |meeting: &Meeting, rank, number: i64| {
@@ -141,7 +141,7 @@ fn jobs_at_neighbouring_ports_do_not_mix() {
         };
         let mut ranks = vec![join(&other, 0, 100)];
         std::thread::sleep(Duration::from_millis(100));
-        // It looks for a store that is not there yet, and finds the other job's.
+        // This rank's store does not exist yet, and it finds the store of the other job.
         ranks.push(join(&one, 1, 1));
         std::thread::sleep(Duration::from_millis(300));
         ranks.extend([join(&one, 0, 1), join(&other, 1, 100)]);
@@ -230,7 +230,7 @@ fn a_master_port_in_use_is_named_with_the_remedy() {
 
 #[test]
 fn a_master_elsewhere_cannot_be_hosted_here() {
-    // TEST-NET-1: nobody's address.
+    // TEST-NET-1: an address that no machine has.
     let at = Meeting::Rank0 { host: "192.0.2.1".into(), port: 29500 };
     let error = errors(vec![rank_of(at, 0, 1)], &options()).remove(0);
     says(&error, &["192.0.2.1:29500", "rank 0 must run on the master"]);
@@ -257,7 +257,7 @@ fn ranks_connect_where_a_rank_says_that_it_is_reached() {
     let port = store.local_addr().port();
     let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
     let first = LaunchEnv { advertise: Some("no.such.host.invalid".into()), ..rank_of(meeting, 0, 2) };
-    // It waits for rank 1 longer than this test.
+    // Waits for rank 1 until after the test has ended.
     std::thread::spawn(move || World::join(&first, options()));
     let error = errors(vec![rank_at(&store, 1, 2)], &options()).remove(0);
     says(&error, &["rank 0 (host", "could not be reached at no.such.host.invalid:"]);
@@ -280,7 +280,7 @@ fn the_store_of_another_job_is_told_apart() {
     says(&error, &["another job", &format!("{JOB:?}"), &store.local_addr().to_string()]);
 }
 
-/// What a rank of a job without a name does.
+/// A rank of a job without a job id, in a process of its own.
 #[test]
 #[ignore = "started by another test"]
 fn as_a_rank() {
@@ -291,7 +291,7 @@ fn as_a_rank() {
 #[test]
 fn two_programs_at_one_port_are_two_jobs() {
     let this = std::env::current_exe().unwrap();
-    // In the same file system: a link may not lead to another one.
+    // In the same file system, as a hard link needs.
     let directory = tempfile::tempdir_in(this.parent().unwrap()).unwrap();
     let other = directory.path().join("other-program");
     std::fs::hard_link(&this, &other).unwrap();
@@ -400,7 +400,7 @@ fn ranks_on_one_machine_need_no_port_and_no_secret() {
     for _ in 0..2 {
         work_together(joined((0..3).map(|rank| local(&at, rank)).collect()));
     }
-    // A port on loopback is but a name then: that it is taken does not matter.
+    // Ranks of one machine use a local socket, and the port only in its name: another program may have the port.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     for at in
@@ -408,7 +408,7 @@ fn ranks_on_one_machine_need_no_port_and_no_secret() {
     {
         work_together(joined((0..3).map(|rank| local(&at, rank)).collect()));
     }
-    // Two jobs of the same name at once: the second is told.
+    // Two jobs of the same name at once: the second gets an error.
     let _worlds = joined((0..3).map(|rank| local(&at, rank)).collect());
     says(&errors(vec![local(&at, 0)], &options())[0], &[&unique, "started twice"]);
     let far = LaunchEnv { local_world_size: 2, ..local(&at, 0) };
@@ -457,7 +457,7 @@ fn ranks_that_wait_for_one_that_ended_are_told_at_once() {
                 s.spawn(move || World::join(&env, options()).expect_err("no world"))
             })
             .into();
-        // Until both wait.
+        // Until both ranks wait.
         let begin = Instant::now();
         while launcher.keys(&format!("{JOB}/0/rank/")).unwrap().len() < 2 {
             assert!(begin.elapsed() < AT_ONCE);
@@ -471,7 +471,7 @@ fn ranks_that_wait_for_one_that_ended_are_told_at_once() {
     });
     says(&early[0], &[cause, "came: rank 0 (host", ", rank 1 (host", "missing: rank 2"]);
     assert_eq!(early[0], early[1]);
-    // Who comes later is told the same; saying it twice changes nothing.
+    // A rank that joins later gets the same error, and a second `fail_join` changes nothing.
     fail_join(&launcher, &job, &[1], "another cause").unwrap();
     assert_eq!(errors(vec![rank_at(&store, 2, 3)], &options())[0], early[0]);
 }
@@ -484,7 +484,7 @@ fn ranks_that_have_joined_do_not_notice_a_failed_join() {
     let launcher = StoreClient::connect(&store.local_addr().to_string(), &job, AT_ONCE).unwrap();
     fail_join(&launcher, &job, &[1], "too late").unwrap();
     work_together(worlds);
-    // The next time they would wait for it in vain.
+    // A later join of the same job gets the error, since it would wait for that rank in vain.
     says(&errors(vec![rank_at(&store, 0, 2)], &options())[0], &["too late"]);
 }
 
@@ -532,7 +532,7 @@ fn store_of_another_version(port: u16) -> std::thread::JoinHandle<()> {
         let mut greeting = [0; 48];
         greeting[..11].copy_from_slice(b"burn-ddp\x4d\0\x01");
         client.write_all(&greeting).unwrap();
-        // Until the client has gone.
+        // Waits until the client has closed the connection.
         let _ = client.read(&mut [0]);
     })
 }
@@ -553,7 +553,7 @@ fn another_version_is_named_at_once_and_behind_a_port_of_many_at_the_deadline() 
     let above = Meeting::Rank0Above { host: "127.0.0.1".into(), port: port.port - 3 };
     let env = LaunchEnv { local_world_size: 2, ..rank_of(above, 1, 2) };
     let error = World::join(&env, join_within(1.0)).unwrap_err();
-    // The other ports are closed, but for those of other programs here, and none of them says more.
+    // The other ports are closed, or belong to other programs on this machine; none gives a better reason.
     let text = error.to_string();
     assert!(text.contains(" there: all ranks") || text.contains("of another job"), "{text}");
     store.join().unwrap();

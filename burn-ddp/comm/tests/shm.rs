@@ -1,4 +1,4 @@
-//! Ranks that share memory: chosen where it can be, right under any timing, and gone without a trace.
+//! Ranks that share memory: `shm` is chosen where it works, is right under any timing, and leaves no files behind.
 
 mod common;
 
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{DType, EngineChoice, Error, ProcessGroup, ReduceOp, SharedView, World, WorldOptions};
 use common::{Process, join_all, launcher_store, options, rank_at, role, say};
 
-/// A death is known to all within this time.
+/// All survivors learn of a rank's death within this time.
 const SOON: Duration = Duration::from_secs(2);
 
 fn shm() -> WorldOptions {
@@ -35,7 +35,7 @@ impl Random {
         (self.0 >> 33) % end
     }
 
-    /// Lets time pass: mostly none, sometimes so much that the others sleep.
+    /// Waits: mostly not at all, sometimes so long that the waiting peers go to sleep.
     fn dawdle(&mut self) {
         match self.below(16) {
             0 => std::thread::sleep(Duration::from_micros(self.below(300))),
@@ -46,7 +46,7 @@ impl Random {
     }
 }
 
-/// What rank `rank` puts into place `at` of call number `call`.
+/// Element `at` of rank `rank` in call number `call`.
 fn element(call: u64, rank: usize, at: usize) -> i64 {
     (call * 1_000_003) as i64 + (rank as i64 + 1) * (at as i64 % 9973 + 1)
 }
@@ -126,7 +126,7 @@ fn views_stay_what_they_are_while_ranks_reduce_on() {
                 let input: Vec<u8> = elements(call, world.rank(), len).iter().flat_map(|x| x.to_le_bytes()).collect();
                 buffers[which].bytes_mut().copy_from_slice(&input);
                 let view = group.all_reduce_shared(DType::I64, &mut buffers[which], ReduceOp::Sum, 0).unwrap();
-                // The input is this rank's again, at once.
+                // This rank may overwrite its input at once; the view must not change.
                 buffers[which].bytes_mut().fill(0xee);
                 if own.below(3) == 0 {
                     kept.push((call, len, view.clone()));
@@ -138,7 +138,7 @@ fn views_stay_what_they_are_while_ranks_reduce_on() {
                     assert!(*view == expected[..], "call {call}");
                 }
             }
-            // They outlive the group.
+            // Views outlive the group.
             drop((group, buffers, world));
             assert!(kept.iter().all(|(call, len, view)| view[..8.min(len * 8)]
                 == sums(*call, n, *len).first().map(|x| x.to_le_bytes()).unwrap_or_default()[..8.min(len * 8)]));
@@ -189,7 +189,7 @@ fn ranks_that_want_different_engines_do_not_meet() {
     });
 }
 
-/// A rank whose addresses are used up cannot map what the others can.
+/// A rank with no address space left cannot map the memory that the others can map.
 #[test]
 fn all_ranks_share_memory_or_none_does() {
     const TEST: &str = "all_ranks_share_memory_or_none_does";
@@ -231,7 +231,7 @@ fn all_ranks_share_memory_or_none_does() {
     }
 }
 
-/// What is where files of shared memory would be.
+/// Names in `/dev/shm`, where files of shared memory would be.
 fn in_dev_shm() -> Vec<std::ffi::OsString> {
     let mut names: Vec<_> = std::fs::read_dir("/dev/shm")
         .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect())
@@ -308,7 +308,8 @@ impl Drop for LimitedMemory {
     }
 }
 
-/// Four ranks with shared buffers of 32 MiB, one of which may use so many MiB of memory; if the buffers are shared.
+/// Runs four ranks with shared buffers of 32 MiB; rank `limited` may use `mib` MiB of memory. `None` in a
+/// child, or if memory cannot be limited; else true if the buffers are shared.
 fn shared_under_a_limit(test: &str, limited: usize, mib: usize) -> Option<bool> {
     const GROUP: &str = "BURN_DDP_TEST_GROUP";
     if let Some((_, env)) = role() {
@@ -354,7 +355,7 @@ fn shared_under_a_limit(test: &str, limited: usize, mib: usize) -> Option<bool> 
 #[test]
 fn each_rank_gives_memory_to_its_part_of_shared_buffers() {
     const TEST: &str = "each_rank_gives_memory_to_its_part_of_shared_buffers";
-    // All of it is 160 MiB, the part of a rank 40.
+    // The whole segment has 160 MiB, one rank's part of it 40 MiB.
     for limited in [0, 1] {
         assert_ne!(shared_under_a_limit(TEST, limited, 80), Some(false), "rank {limited}");
     }

@@ -1,4 +1,4 @@
-//! Connections of strangers to a job's ports: they lose their own connection, nothing else.
+//! Connections of strangers to a job's ports: the strangers lose their connection, and the job loses nothing.
 
 mod common;
 
@@ -16,7 +16,7 @@ fn client(server: &StoreServer) -> StoreClient {
     StoreClient::connect(&server.local_addr().to_string(), &JobKey::trusting_network(JOB, 0), SOON).unwrap()
 }
 
-/// What the server does to a connection that sent `bytes`: waits for its end.
+/// Sends `bytes` to the server and waits until it closes the connection. Returns the time that this took.
 fn closed_after(address: SocketAddr, bytes: &[u8]) -> Duration {
     let begin = Instant::now();
     let mut stream = TcpStream::connect(address).unwrap();
@@ -42,7 +42,7 @@ fn strangers_lose_their_connection_and_nobody_else_notices() {
             assert!(closed_after(address, &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]) < at_once, "a message of junk")
         });
         s.spawn(|| assert!(closed_after(address, &[0; 4000]) < at_once, "empty messages"));
-        // Half a proof, or none, is waited for, but not for ever.
+        // The server waits for the rest of an incomplete proof, but not for ever.
         s.spawn(|| assert!(closed_after(address, b"burn-ddp") > Duration::from_secs(4)));
         s.spawn(|| assert!(closed_after(address, &[]) > Duration::from_secs(4)));
         let until = Instant::now() + Duration::from_secs(1);
@@ -92,7 +92,7 @@ fn strangers_cost_the_job_nothing() {
         // Making a group needs the listener.
         world.group().unwrap().barrier().unwrap();
         for mut stream in open {
-            // What is wrong is turned away at once, what is not complete is waited for, for a while.
+            // Wrong bytes are refused at once; for incomplete ones the rank waits for a while.
             stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
             let end = stream.read_to_end(&mut Vec::new());
             assert!(

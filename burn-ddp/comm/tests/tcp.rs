@@ -145,7 +145,7 @@ fn groups_made_while_others_are_busy_do_not_wait() {
     on_tcp(2, |world| {
         let first = world.group().unwrap();
         std::thread::scope(|s| {
-            // A collective that waits for the end of what follows.
+            // Rank 0 is in this collective during all that follows.
             let pending = (world.rank() == 0).then(|| s.spawn(|| first.barrier()));
             for _ in 0..20 {
                 world.group().unwrap().barrier().unwrap();
@@ -177,7 +177,7 @@ fn probed_connections() -> usize {
     table.lines().skip(1).filter(probed).count()
 }
 
-/// A router that forgets idle connections would cut a group that is used once an hour.
+/// Without probes, a router that forgets idle connections would cut a group that is used once an hour.
 #[test]
 #[cfg(target_os = "linux")]
 fn idle_groups_are_probed() {
@@ -186,7 +186,7 @@ fn idle_groups_are_probed() {
         let groups: Vec<_> = (0..20).map(|_| world.group().unwrap()).collect();
         (world, groups)
     });
-    // Other tests of this process have few.
+    // The other tests of this process add only a few such connections.
     let begin = std::time::Instant::now();
     while probed_connections() < 20 * n * (n - 1) && begin.elapsed() < common::PATIENCE {
         std::thread::sleep(std::time::Duration::from_millis(10));

@@ -9,7 +9,7 @@ use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, World, WorldOptions};
 use common::{on_world, options, placed};
 use half::{bf16, f16};
 
-/// All buffers of a collective together, in bytes: more than one exchange takes.
+/// Bytes of all buffers of a collective together: more than go in one exchange.
 const MANY: usize = 70_000;
 
 /// Result of one call, to be compared; an error as its text.
@@ -152,13 +152,13 @@ fn ranks_dealt_out_to_two_machines() {
     same_bits(&[0, 1, 0, 1, 0, 1, 0, 1]);
 }
 
-/// Bytes of `len` elements that repeat after a while.
+/// Bytes of `len` elements, a repeated block of 10,007.
 fn long(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
     let some = bytes(dtype, rank, 10_007);
     some.into_iter().cycle().take(len * dtype.size_bytes()).collect()
 }
 
-/// Reductions of more than one rank has under way at a time, on one rank.
+/// On one rank: reductions of more elements than a rank has under way at a time.
 fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
     let (rank, ranks, len) = (group.rank(), group.world_size(), 400_001);
     let mut results = Vec::new();
@@ -169,7 +169,7 @@ fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
         let rows = long(dtype, rank, len / ranks * ranks);
         group.reduce_scatter_bytes(dtype, &rows, &mut row, ReduceOp::Sum).unwrap();
         results.extend([mean, row]);
-        // Weights that stay and that change, a machine of weight 0, and one rank that has none.
+        // Weights whose ratios stay or change between calls, a rank of weight 0, and a machine of weight 0.
         for weights in
             [[2.0; 5], [0.5; 5], [0.3, 0.0, 1.0, 7.5, 2.0], [0.6, 0.0, 2.0, 15.0, 4.0], [0.0, 0.0, 0.0, 1.0, 2.0]]
         {
@@ -180,7 +180,7 @@ fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
             assert!(error.group_usable(), "{error}");
         }
     }
-    // The second one while the result of the first one is looked at.
+    // The second reduction runs while a view of the first one's result is alive.
     let mut buffers = group.shared_buffers(&[len * 4]).unwrap();
     buffers[0].bytes_mut().copy_from_slice(&long(DType::F32, rank, len));
     let first = group.all_reduce_shared(DType::F32, &mut buffers[0], ReduceOp::Sum, 0).unwrap();

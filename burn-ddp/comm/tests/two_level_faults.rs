@@ -52,7 +52,7 @@ fn on_two_machines<'a>(test: &str, role: impl Fn(usize) -> &'a str) -> Vec<Proce
     on_machines(test, 2, 2, role)
 }
 
-/// So many machines of `each` ranks, with their roles, once a group of them has reduced.
+/// Ranks with these roles on several machines of `each` ranks, once a group of them has reduced.
 fn on_machines<'a>(test: &str, machines: usize, each: usize, role: impl Fn(usize) -> &'a str) -> Vec<Process> {
     let (store, count) = (launcher_store(), machines * each);
     let start = |rank: usize| {
@@ -92,7 +92,7 @@ fn a_killed_rank_is_named_soon_by_all_ranks_of_four_machines_of_four() {
     if rank_main() {
         return;
     }
-    // A rank in the middle: most others hear of it through their counterparts.
+    // The failing rank is in the middle: most others learn of it through their counterparts.
     let (culprit, mut ranks) = (6, on_machines(TEST, 4, 4, |_| "waits"));
     let begin = Instant::now();
     ranks[culprit].kill();

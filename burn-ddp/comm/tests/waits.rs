@@ -31,14 +31,14 @@ const WAITS: [(&str, EngineChoice); 13] = [
     ("split", EngineChoice::Shm),
 ];
 
-/// In a child: joins, and is in the wait of its role once told to go; the faulty rank is not.
+/// In a child: joins; when the test says go, enters the wait that its role names. The faulty rank does not.
 fn rank_main() -> bool {
     let Some((role, env)) = role() else { return false };
     let mut words = role.split('/');
     let (wait, engine) = (words.next().unwrap(), words.next().unwrap());
     let faulty: usize = words.next().unwrap().parse().unwrap();
     let world_options = WorldOptions {
-        // No choice where `common` deals the ranks out to machines.
+        // No choice of an engine if `common` divides the ranks between machines.
         engine: options().engine.and(Some(engine.parse().unwrap())),
         heartbeat: Duration::from_millis(100),
         peer_timeout: words.next().map(|_| SILENCE),
@@ -50,7 +50,7 @@ fn rank_main() -> bool {
     await_go();
     if world.rank() == faulty {
         world.fail("the disk is full");
-        // It goes only when its peers have gone: what they hear is that it failed.
+        // Stays until its peers have ended, so that they learn of the failure and not of a closed connection.
         await_go();
         return true;
     }
@@ -70,8 +70,8 @@ fn rank_main() -> bool {
     true
 }
 
-/// Runs three ranks per wait, of which one is faulty and the others wait for it; `harm` is done to it. Of the three
-/// tests that call this each passes another `turn`, so that each rank is the faulty one in each wait, in one of them.
+/// Runs three ranks per wait. One of them is faulty: `harm` is done to it while the others wait for it. The three tests
+/// that call this pass different `turn`s, so that each rank is the faulty one of each wait in one test.
 fn check(test: &str, turn: usize, peer_timeout: &str, harm: impl Fn(&mut Process) + Sync, expected: &str) {
     let harm = &harm;
     thread::scope(|scope| {
@@ -85,7 +85,7 @@ fn check(test: &str, turn: usize, peer_timeout: &str, harm: impl Fn(&mut Process
                 let mut ranks: Vec<Process> = (0..3).map(start).collect();
                 ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
                 others().for_each(|rank| ranks[rank].go());
-                // Most are in their waits by then; the others find out when they begin.
+                // Most ranks are in their waits by then; the rest notice when they begin.
                 thread::sleep(Duration::from_millis(200));
                 let begin = Instant::now();
                 harm(&mut ranks[faulty]);
@@ -132,7 +132,7 @@ fn a_rank_that_connects_to_a_stopped_one_hears_that_another_dies() {
     let role = |rank| Process::start(TEST, "group/tcp/0", &rank_at(&store, rank, 3));
     let mut ranks: Vec<Process> = (0..3).map(role).collect();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
-    // Rank 2 connects to rank 0 first, whose kernel accepts, and waits for its first words.
+    // Rank 2 connects to rank 0 first. Rank 0's kernel accepts the connection, and rank 2 waits for the greeting.
     ranks[0].signal(Signal::STOP);
     ranks[2].go();
     thread::sleep(Duration::from_millis(200));
@@ -164,7 +164,7 @@ fn a_handshake_that_takes_long_is_reported() {
     };
     let mut ranks = [start(0), start(1)];
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
-    // The kernel goes on accepting its connections.
+    // The kernel of a stopped rank still accepts connections for it.
     ranks[0].signal(Signal::STOP);
     ranks[1].go();
     let deadline = Instant::now() + AT_ONCE;

@@ -1,4 +1,4 @@
-//! Keys, and what they sign: HMAC-SHA256.
+//! Secret keys, which sign bytes and derive further keys by HMAC-SHA256.
 
 use std::fmt;
 use std::io;
@@ -22,7 +22,7 @@ impl Key {
         &self.0
     }
 
-    /// Key for one use. It reveals nothing about this key or about those for other uses.
+    /// Key for the use that `parts` name. It reveals nothing about this key or about the keys for other uses.
     pub(crate) fn derive(&self, parts: &[&[u8]]) -> Key {
         Key(self.sign(parts))
     }
@@ -32,13 +32,13 @@ impl Key {
         self.mac(parts).finalize().into_bytes().into()
     }
 
-    /// True if `signature` is that of `parts`. Takes a time that does not depend on where it is wrong.
+    /// True if `signature` is the signature of `parts`. Compares in constant time.
     pub(crate) fn verify(&self, parts: &[&[u8]], signature: &[u8; KEY_BYTES]) -> bool {
         self.mac(parts).verify_slice(signature).is_ok()
     }
 
     fn mac(&self, parts: &[&[u8]]) -> Hmac<Sha256> {
-        // A key of one block, padded with zeros, is what HMAC makes of a shorter one.
+        // HMAC pads short keys with zeros to a block; a key that has a whole block is taken by a call that cannot fail.
         let mut block = [0; 64];
         block[..KEY_BYTES].copy_from_slice(&self.0);
         let mut mac = Hmac::<Sha256>::new(&block.into());

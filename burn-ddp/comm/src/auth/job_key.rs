@@ -73,7 +73,7 @@ impl JobKey {
         JobKey { name, tag, store: key(b"store"), links: key(b"links"), secret_file: None }
     }
 
-    /// The job's id, and the number of the restart, if it is one.
+    /// The job's id; after a restart, also the number of the restart.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -92,7 +92,7 @@ impl JobKey {
         &self.store
     }
 
-    /// Key of connections between ranks that met under `token`.
+    /// Key of connections between the ranks of one world, whose rendezvous drew `token`.
     pub(crate) fn links(&self, token: &[u8]) -> LinkKey {
         LinkKey { key: self.links.derive(&[token]), tag: self.tag }
     }

@@ -1,14 +1,13 @@
 //! Authentication: the job's secret, the keys derived from it, and the proof at the start of every connection.
 //!
 //! - `secret`: 32 random bytes in a file;
-//! - `sealed_secret`: the same on its way to a rank, where others may read;
-//! - `job_key`: the keys of one job and restart, derived from it;
+//! - `sealed_secret`: the secret encrypted for one rank, for a channel that others may read;
+//! - `job_key`: the keys of one job and restart, derived from the secret;
 //! - `hmac_key`: HMAC-SHA256;
-//! - `handshake`: both sides prove that they know the key and agree on keys of the connection; nothing else is parsed
-//!   before;
-//! - `noise`: the two variants of Noise that it is made of;
-//! - `secure_stream`: the connection afterwards, and its keys;
-//! - `unauthenticated_connections`: connections without a proof yet, and their limits.
+//! - `handshake`: both ends prove that they know the key and agree on session keys, before anything else is parsed;
+//! - `noise`: the two variants of the Noise protocol that the handshake uses;
+//! - `secure_stream`: a connection after its handshake, with its session keys;
+//! - `unauthenticated_connections`: accepted connections that have proved nothing yet, and limits on their number.
 
 pub(crate) mod handshake;
 pub(crate) mod hmac_key;

@@ -1,10 +1,11 @@
 //! The two variants of Noise `NNpsk0` that connections begin with.
 //!
-//! At the store both ends agree on a secret by X25519: the job's key may be as old as its file, and a thief of that
-//! file must not be able to read what was recorded before. Ranks then meet under a key drawn for this world alone: it
-//! came to them through the store, and is forgotten with the world. An exchange would add nothing there but its price,
-//! which a world pays for every pair of its ranks; so between ranks the public keys are random numbers, fresh for each
-//! connection, and the secret that both ends agree on is a constant. TLS 1.3 has the same mode, `psk_ke`.
+//! Connections to the store exchange keys by X25519, for forward secrecy: the job's key may be as old as its file, and
+//! an attacker who steals that file must not be able to read traffic that was recorded before. Connections between
+//! ranks use a key that was drawn for this world alone, came through the store, and is forgotten with the world. A key
+//! exchange would add nothing there except its cost, once per pair of ranks. So between ranks the "public keys" are
+//! random numbers, fresh for each connection, and the "exchanged" secret is a constant. TLS 1.3 has the same mode,
+//! `psk_ke`.
 
 use std::io;
 
@@ -21,7 +22,7 @@ pub(super) const PUBLIC_KEY_BYTES: usize = 32;
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const WITHOUT_EXCHANGE: &str = "burn-ddp_NNpsk0_none_ChaChaPoly_BLAKE2s";
 
-/// Handshake of both ends that know `key` and saw `prologue`.
+/// Handshake of one end that knows `key` and saw `prologue`: with X25519 if `exchange`, as the client if `initiator`.
 pub(super) fn handshake(key: &Key, prologue: &[u8], exchange: bool, initiator: bool) -> Result<HandshakeState, Error> {
     let mut params: NoiseParams = NOISE.parse()?;
     let builder = if exchange {
@@ -34,7 +35,7 @@ pub(super) fn handshake(key: &Key, prologue: &[u8], exchange: bool, initiator: b
     if initiator { builder.build_initiator() } else { builder.build_responder() }
 }
 
-/// Error of bytes that are not what the other end sent, or of a system without random numbers.
+/// Error of bytes that were changed on their way, or of a system without random numbers.
 pub(super) fn to_io(e: Error) -> io::Error {
     match e {
         Error::Decrypt => io::Error::new(io::ErrorKind::InvalidData, "its bytes were changed on their way"),
@@ -42,7 +43,7 @@ pub(super) fn to_io(e: Error) -> io::Error {
     }
 }
 
-/// Resolves [`RandomNumber`] as the exchange of keys, and nothing else.
+/// Resolves the key exchange as [`RandomNumber`], and no other algorithm.
 struct NoExchange;
 
 impl CryptoResolver for NoExchange {
@@ -104,7 +105,7 @@ impl Dh for RandomNumber {
 mod tests {
     use super::*;
 
-    /// The listener's public key, as an eavesdropper saw it, who takes it for a random number.
+    /// The listener's public key, which an eavesdropper recorded and uses as its own random number.
     struct Overheard([u8; PUBLIC_KEY_BYTES]);
 
     impl CryptoResolver for Overheard {
@@ -132,7 +133,7 @@ mod tests {
         }
     }
 
-    /// True if a recording of the connection, together with its key, opens what the client sent.
+    /// True if an eavesdropper who recorded a connection and gets its key later can decrypt a record of the client.
     fn opened_later(exchange: bool) -> bool {
         let key = Key::new([3; 32]);
         let mut client = handshake(&key, b"prologue", exchange, true).unwrap();

@@ -1,7 +1,8 @@
-//! A secret on its way to a rank over a channel that others may read: the log of a process manager, its connections.
+//! The secret encrypted for one rank, for a channel that others may read: a process manager's connections and log.
 //!
-//! Noise `NN` (a key of zeros in `NNpsk0`): the rank publishes its part, the rank that has the secret answers. Who can
-//! change what the channel carries can still take either's place.
+//! Noise `NN` (a key of zeros in `NNpsk0`): the rank that lacks the secret publishes a request, the rank that has it
+//! answers. That keeps the secret from readers of the channel. An attacker who can change messages on the channel can
+//! still impersonate either rank.
 
 use snow::HandshakeState;
 

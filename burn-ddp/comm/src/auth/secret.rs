@@ -11,7 +11,7 @@ use rustix::fs::OFlags;
 use crate::auth::hmac_key::{KEY_BYTES, Key, random};
 use crate::{Error, Result};
 
-/// Longest secret file that is looked at, in bytes: one line and what editors add.
+/// Most bytes of a secret file that are read: room for its line and for what editors add.
 const FILE_CAP: u64 = 256;
 
 /// The secret that only the ranks of a job know: 32 random bytes.
@@ -49,12 +49,12 @@ impl Secret {
     ///
     /// # Errors
     /// [`Error::Environment`] if the file cannot be read, belongs to another user, is open to other users, or does not
-    /// hold a secret. A file without a name, which only processes that were handed its descriptor reach, may belong to
-    /// anyone.
+    /// hold a secret. An unlinked file, which only processes that inherited its descriptor can open, may have any owner
+    /// and mode.
     pub fn read(path: &Path) -> Result<Secret> {
         let shown = path.display();
         let mut text = String::new();
-        // A FIFO would block until somebody writes.
+        // Without this flag, opening a FIFO would block until a process writes to it.
         let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
         let file = file.and_then(|file| Ok((file.metadata()?, file)));
         let (about, file) = file
@@ -72,14 +72,14 @@ impl Secret {
         if has_name && about.uid() != me && about.uid() != 0 {
             let owner = about.uid();
             return Err(Error::environment(format!(
-                "the secret file {shown} belongs to user {owner}, this is user {me}: make one of your own with \
-                `burnrun secret FILE`"
+                "the secret file {shown} belongs to user {owner}, but this process is of user {me}: make one of your \
+                 own with `burnrun secret FILE`"
             )));
         }
         let junk = || Error::environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
         file.take(FILE_CAP).read_to_string(&mut text).map_err(|_| junk())?;
         let secret = Secret::parse(&text).ok_or_else(junk)?;
-        // A file without a name is the launcher's own.
+        // An unlinked file is the launcher's: its path would tell the user nothing.
         Ok(Secret { file: has_name.then(|| path.to_owned()), ..secret })
     }
 
@@ -101,17 +101,17 @@ impl Secret {
     /// Writes its line to `file`, which should be one that only this user can read.
     ///
     /// # Errors
-    /// Those of writing.
+    /// The errors of writing to `file`.
     pub fn write_to(&self, mut file: File) -> io::Result<()> {
         file.write_all(format!("{}\n", self.digits()).as_bytes())
     }
 
-    /// Content of its file.
+    /// The secret as 64 hexadecimal digits, as in its file.
     pub(crate) fn digits(&self) -> String {
         hex(self.key.bytes())
     }
 
-    /// The secret in the text of a file.
+    /// The secret in `text`, the content of a file.
     pub(crate) fn parse(text: &str) -> Option<Secret> {
         unhex(text.trim()).map(Secret::from_bytes)
     }
@@ -133,7 +133,7 @@ pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The `N` bytes that as many pairs of hexadecimal digits mean.
+/// Decodes `N` bytes from as many pairs of hexadecimal digits; `None` if `digits` are anything else.
 pub(super) fn unhex<const N: usize>(digits: &str) -> Option<[u8; N]> {
     let mut bytes = [0; N];
     if digits.len() != 2 * N {
@@ -152,15 +152,15 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Advice about a file that a launcher handed over and that is not open here.
+/// Advice for a secret file that burnrun handed over as an open descriptor, and that this process cannot open.
 fn hint(path: &Path, error: &io::Error) -> &'static str {
     let is_closed = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied);
     if !(is_closed && path.starts_with("/proc")) {
         return "";
     }
     "; burnrun handed it over as an open descriptor, which a program between burnrun and this process has closed, and \
-     burnrun's own belongs to another user or PID namespace: give burnrun --secret-file FILE and this process \
-     BURN_DDP_SECRET_FILE=COPY, a copy that its user owns"
+     this process cannot open burnrun's own descriptor, of another user or PID namespace: give burnrun --secret-file \
+     FILE, and this process BURN_DDP_SECRET_FILE=COPY, a copy that its user owns"
 }
 
 #[cfg(test)]

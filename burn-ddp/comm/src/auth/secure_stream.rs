@@ -9,7 +9,7 @@ use socket2::Socket;
 
 use super::noise::to_io;
 
-/// Most bytes of a record, as Noise has it.
+/// Most bytes of a record, a limit of Noise.
 pub(crate) const RECORD_CAP: usize = 65535;
 /// Bytes of a record that authenticate it.
 pub(crate) const SEAL_BYTES: usize = 16;
@@ -26,7 +26,7 @@ impl SecureStream {
         &self.socket
     }
 
-    /// The socket, and the keys of what is sent and received.
+    /// The socket, and the keys of its two directions.
     pub(crate) fn into_parts(self) -> (Socket, SessionKeys) {
         (self.socket, self.keys)
     }
@@ -43,8 +43,8 @@ impl SecureStream {
 
 /// Keys of one connection, one for each direction.
 ///
-/// A record is sealed under its number. Numbers are counted, never sent: a record that was changed, left out, repeated
-/// or moved cannot be opened. Of each direction's numbers none may be used twice, so one writer counts them.
+/// A record is sealed under its number. Both ends count the records and send no numbers: a record that was changed,
+/// left out, repeated or moved cannot be opened. No number of a direction may be used twice, so one writer counts them.
 #[derive(Clone)]
 pub(crate) struct SessionKeys(Arc<StatelessTransportState>);
 
@@ -54,8 +54,8 @@ impl SessionKeys {
         Ok(SessionKeys(Arc::new(handshake.into_stateless_transport_mode().map_err(to_io)?)))
     }
 
-    /// Seals `plain`, at most [`RECORD_CAP`] less [`SEAL_BYTES`], as this end's record `number`, behind what `out`
-    /// holds.
+    /// Seals `plain`, at most [`RECORD_CAP`] less [`SEAL_BYTES`] bytes, as this end's record `number`, and appends it
+    /// to `out`.
     pub(crate) fn seal(&self, number: u64, plain: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
         let begin = out.len();
         out.resize(begin + plain.len() + SEAL_BYTES, 0);
@@ -64,7 +64,7 @@ impl SessionKeys {
         sealed.map(drop)
     }
 
-    /// Opens the other end's record `number`; what it says replaces what `out` holds.
+    /// Opens the other end's record `number`. Its content replaces that of `out`.
     ///
     /// # Errors
     /// `InvalidData` if the bytes are not that record.
@@ -75,8 +75,8 @@ impl SessionKeys {
         opened.map(drop)
     }
 
-    /// Opens the other end's record `number` into the beginning of `out`; the number of bytes that it holds, which are
-    /// [`SEAL_BYTES`] fewer than the record's.
+    /// Opens the other end's record `number` into the beginning of `out`. Returns the number of bytes of its content,
+    /// [`SEAL_BYTES`] fewer than the record has.
     ///
     /// # Errors
     /// `InvalidData` if the bytes are not that record, or `out` is too short; then `out` may hold anything.

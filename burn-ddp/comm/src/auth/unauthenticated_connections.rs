@@ -1,10 +1,10 @@
-//! Accepted connections without a proof yet, called strangers, and their limits.
+//! Accepted connections that have proved nothing yet, called strangers, and limits on their number.
 //!
-//! A stranger costs a socket and [`OPENING_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`], and there are at most
-//! [`STRANGERS_CAP`], or fewer where that is more than a quarter of the process's descriptors. If they are too many,
-//! the source with most of them loses its places first: no source has more than [`SOURCE_CAP`], and its oldest is
-//! closed, but none before [`GRACE`], in which an honest peer is done. A connection that finds no place is closed; the
-//! peer tries again.
+//! A stranger costs a socket and [`OPENING_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`]. There are at most
+//! [`STRANGERS_CAP`] of them, or a quarter of the process's file descriptors if that is fewer, and at most
+//! [`SOURCE_CAP`] from one source. A connection beyond a limit takes the place of the oldest stranger from its
+//! own source, or from the source with most strangers. No stranger is closed for another within [`GRACE`], in which an
+//! honest peer is done: then the new connection is closed, and its client tries again.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::IpAddr;
@@ -23,13 +23,13 @@ use crate::net::descriptors;
 const STRANGERS_CAP: usize = 256;
 /// Most strangers from one source.
 const SOURCE_CAP: usize = 192;
-/// Time that every stranger gets.
+/// Time in which no stranger is closed for a newer one.
 const GRACE: Duration = Duration::from_millis(200);
 
 /// The strangers of one listener.
 pub(crate) struct Strangers {
     role: Role,
-    /// Most of them at a time, and from one source.
+    /// Most strangers at a time, and most from one source.
     caps: [usize; 2],
     /// In the order they came.
     all: Vec<Stranger>,
@@ -53,12 +53,12 @@ pub(crate) struct Introduced {
 
 impl Strangers {
     pub(crate) fn new(role: Role) -> Self {
-        // The process needs its descriptors for more than strangers.
+        // The process needs most of its descriptors for other things.
         let quarter = descriptors::limit().map_or(STRANGERS_CAP, |limit| (limit / 4) as usize).clamp(1, STRANGERS_CAP);
         Self { role, caps: [quarter, (quarter * SOURCE_CAP).div_ceil(STRANGERS_CAP)], all: Vec::new() }
     }
 
-    /// Adds a fresh connection, or closes it for want of places.
+    /// Adds a fresh connection, or closes it if there is no place for it.
     pub(crate) fn receive(&mut self, socket: Socket, source: Option<IpAddr>) {
         let source = source.map(network);
         let now = Instant::now();
@@ -72,11 +72,11 @@ impl Strangers {
         }
         match Stranger::greet(socket, source, self.role, now) {
             Ok(stranger) => self.all.push(stranger),
-            Err(e) => tracing::debug!("a stranger left before it was greeted: {e}"),
+            Err(e) => tracing::debug!("a connection ended before it was greeted: {e}"),
         }
     }
 
-    /// Closes the oldest stranger from `source`, unless its grace lasts.
+    /// Closes the oldest stranger from `source` unless it is younger than [`GRACE`]; true if it was closed.
     fn evict(&mut self, source: Option<IpAddr>, now: Instant) -> bool {
         let oldest = self.all.iter().position(|stranger| stranger.source == source);
         match oldest.filter(|i| now >= self.all[*i].since + GRACE) {
@@ -103,8 +103,8 @@ impl Strangers {
         self.all.first().map(|oldest| oldest.since + HANDSHAKE_DEADLINE)
     }
 
-    /// Reads from those that are ready (in the order of [`poll_fds`](Self::poll_fds)), closes those that take too long,
-    /// and returns those that are done.
+    /// Reads from the strangers that are ready (in the order of [`poll_fds`](Self::poll_fds)), closes those that take
+    /// too long, and returns those whose opening is complete.
     pub(crate) fn hear(&mut self, ready: &[bool]) -> Vec<Introduced> {
         let now = Instant::now();
         let mut done = Vec::new();
@@ -127,7 +127,7 @@ impl Strangers {
 }
 
 impl Stranger {
-    /// Sends the greeting: the buffer of a fresh socket takes it.
+    /// Sends the greeting without waiting: it fits into the buffer of a fresh socket.
     fn greet(socket: Socket, source: Option<IpAddr>, role: Role, since: Instant) -> io::Result<Self> {
         let greeting = Greeting::new(role)?;
         if (&socket).write(&greeting.0)? != greeting.0.len() {
@@ -136,7 +136,7 @@ impl Stranger {
         Ok(Self { socket, source, greeting, opening: [0; OPENING_BYTES], have: 0, since })
     }
 
-    /// Reads what is there, never more than the opening; true once it is complete.
+    /// Reads the bytes that have come, never more than the opening; true once the opening is complete.
     fn hear(&mut self) -> io::Result<bool> {
         while self.have < OPENING_BYTES {
             match (&self.socket).read(&mut self.opening[self.have..]) {
@@ -185,7 +185,7 @@ impl Introduced {
         self.opening.prove(key, &self.greeting)
     }
 
-    /// Accepts it; `None` if it is gone.
+    /// Accepts the connection; `None` if the client is gone.
     pub(crate) fn welcome(self, proved: Proved) -> Option<SecureStream> {
         let (answer, keys) = proved.answer(Ok(())).ok()?;
         self.say(&answer).then_some(SecureStream { socket: self.socket, keys })
@@ -211,7 +211,7 @@ impl Introduced {
     }
 }
 
-/// Source of an address: a machine owns a whole /64 network of IPv6 addresses.
+/// Source that `ip` counts for: its /64 network for IPv6, since one machine may use all addresses of it.
 fn network(ip: IpAddr) -> IpAddr {
     match ip.to_canonical() {
         IpAddr::V6(ip) if !ip.is_loopback() => IpAddr::from((ip.to_bits() >> 64 << 64).to_be_bytes()),

@@ -1,4 +1,4 @@
-//! A call's arguments, before its turn has come, and the checks of them that need no other rank.
+//! A call's arguments, and the checks of arguments that need no other rank.
 
 use std::panic::Location;
 
@@ -12,7 +12,7 @@ pub(crate) type Site = &'static Location<'static>;
 #[derive(Clone, Copy)]
 pub(crate) struct Caller {
     pub(crate) site: Site,
-    /// True if a model was wrapped at `site`, and the call is for it.
+    /// True if `site` is the line that wrapped a model, and the call is for that model.
     pub(crate) wrapped: bool,
     /// The training step, if the program has set one.
     pub(crate) step: Option<u64>,
@@ -24,7 +24,7 @@ impl Caller {
     }
 }
 
-/// The arguments of a call, but for its buffers.
+/// The arguments of a call, except its buffers.
 #[derive(Clone, Copy)]
 pub(crate) struct Request {
     pub(crate) collective: Collective,
@@ -50,7 +50,7 @@ impl Request {
     }
 }
 
-/// The error of a call that all ranks refuse alike; the group stays usable.
+/// The error of a call that every rank refuses for the same reason, so that the group stays usable.
 pub(crate) fn refuse<R>(message: String) -> Result<R> {
     Err(Error::InvalidArgument { message, rank: None, during: None })
 }

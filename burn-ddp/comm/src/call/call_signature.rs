@@ -1,4 +1,4 @@
-//! Signature of a call: what ranks compare.
+//! Signature of a call: the fields that ranks compare.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::{CallSite, Collective};
 use crate::{DType, ReduceOp};
 
-/// Signature of a call, with its line and its step. All but line and step must be alike on all ranks; of a call between
-/// two ranks the two sides must fit together.
+/// Signature of a call, with its line and its step. All fields except line and step must be the same on all ranks; in a
+/// call between two ranks, the two sides must fit together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallInfo {
     /// Kind of the call.
@@ -17,20 +17,20 @@ pub struct CallInfo {
     pub reduce: Option<ReduceOp>,
     /// Type of the elements, for collectives that carry elements.
     pub dtype: Option<DType>,
-    /// Number of elements that each rank passes (`reduce_scatter`, `scatter` and `recv`: gets).
+    /// Number of elements that each rank passes; for `reduce_scatter`, `scatter` and `recv`, that each rank gets.
     pub len_elems: u64,
-    /// The root's rank in the world, for collectives that have one; the other rank of a call between two.
+    /// The root's world rank, for collectives with a root; the other rank's, for a call between two ranks.
     pub root: Option<usize>,
-    /// The caller's own tag, such as a bucket and step; 0 if it has none. For a `send_recv`, the number of elements
-    /// that it has room for.
+    /// A tag that the caller chooses, such as a number of a bucket and step; 0 if there is none. For a `send_recv` with
+    /// one other rank, the number of elements that it has room for.
     pub tag: u64,
     /// The group's number in its world, shown by [`GroupId`].
     pub group: u64,
-    /// Number of earlier calls on this group; for a call between two ranks, of those between them.
+    /// Number of earlier calls on this group; for a call between two ranks, number of earlier calls between these two.
     pub sequence: u64,
-    /// Line of the call. Shown, never compared.
+    /// Line of the call. Errors show it; ranks do not compare it.
     pub site: CallSite,
-    /// Training step, if the program sets it; see [`World::set_step`](crate::World::set_step). Shown, never compared.
+    /// Training step, if the program sets it; see [`World::set_step`](crate::World::set_step). Not compared.
     pub step: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ impl CallInfo {
         report(!fit, "collectives");
         report(self.group != other.group, "groups");
         let (mine, theirs) = (self.collective.counterpart(), other.collective.counterpart());
-        // Calls of all ranks and calls of two are counted apart.
+        // Collectives and calls between two ranks have separate sequence numbers.
         report(mine.is_some() == theirs.is_some() && self.sequence != other.sequence, "sequence numbers");
         if !fit {
             return;
@@ -97,7 +97,7 @@ impl CallInfo {
         }
         report(self.len_elems != other.len_elems, "lengths");
         report(self.tag != other.tag, "tags");
-        // Each of two ranks names the other.
+        // In a call between two ranks, each names the other.
         report(mine.is_none() && self.root != other.root, "roots");
     }
 
@@ -149,7 +149,7 @@ impl fmt::Display for CallInfo {
             write!(f, "{maker} (group {group})")?;
         } else {
             let (partner, details) = (self.partner(), self.details());
-            // No program calls it by this name.
+            // A user who wrapped a model has not called `all_reduce_weighted`, so the message says what it is for.
             if self.collective == Collective::AllReduceWeighted && self.site.is_wrapped() {
                 f.write_str("the reduction of gradients, ")?;
             }
@@ -162,18 +162,18 @@ impl fmt::Display for CallInfo {
     }
 }
 
-/// A group's number as people read it: `3` is the third that all ranks of the world made, `2.1` is the first sub-group
-/// led by rank 2. No two groups of a world have the same.
+/// A group's number as errors show it: `3` is the third group of all ranks; `2.1` is the sub-group of the first split
+/// by world rank 2 that has this rank as its first. No two groups of a world have the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupId(pub u64);
 
 impl GroupId {
-    /// The `number`th sub-group that has `leader`, by world rank, as its first rank. Numbers count from 1.
+    /// The sub-group with this `number` whose first rank is the world rank `leader`. Numbers count from 1.
     pub fn led_by(leader: usize, number: u32) -> GroupId {
         GroupId((leader as u64 + 1) << 32 | u64::from(number))
     }
 
-    /// True if the group is a part of another.
+    /// True if the group was made by [`split`](crate::ProcessGroup::split).
     pub fn is_sub_group(self) -> bool {
         self.0 >> 32 != 0
     }

@@ -1,4 +1,4 @@
-//! Line from which a call was made.
+//! Source line from which a call was made.
 
 use std::fmt;
 use std::panic::Location;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// Line of a call. Shown, never compared.
+/// Source line of a call. Errors show it; ranks do not compare it.
 #[derive(Clone, Debug, Default)]
 pub enum CallSite {
     /// An unknown line.
@@ -21,7 +21,7 @@ pub enum CallSite {
     There(Arc<str>),
 }
 
-/// Mark of a line at which a model was wrapped. At the end, since long lines are cut at their beginning.
+/// Mark behind a line at which a model was wrapped. At the end, since long texts are cut at their beginning.
 const WRAPPED: &str = " (wrap)";
 
 impl CallSite {

@@ -1,8 +1,8 @@
 //! Threads that make calls, and which thread of a rank waits for which.
 //!
-//! A call of a group is made by some thread of each rank. A rank whose thread is blocked in a call of another group
-//! does not come; one whose thread computes will. So heartbeats say which threads are blocked, and a thread that hands
-//! its calls to a worker and waits for it is as blocked as the worker.
+//! To find deadlocks, a rank must know if a peer can still make the call that it waits for. A peer whose thread is
+//! blocked in a call of another group cannot; a peer whose thread computes can. So heartbeats say which threads are
+//! blocked. A thread that hands its calls to a worker and waits for the worker is as blocked as the worker is.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +12,8 @@ use crate::poison_free_locks::lock;
 
 /// A thread that makes calls, or hands them to a worker.
 ///
-/// A worker and the thread that hands calls to it name each other while one waits for the other, so that ranks whose
-/// calls wait for each other are found also where workers make them:
+/// While a worker and the thread that hands calls to it wait for each other, the waiting one names the other. So
+/// deadlocks are found also where workers make the calls:
 ///
 /// ```
 /// use burn_ddp_comm::CallingThread;
@@ -45,7 +45,7 @@ pub struct CallingThread {
 struct State {
     /// Unique in the process; never 0.
     id: u64,
-    /// The thread for which this one waits. Written by this thread, read for heartbeats.
+    /// The thread for which this one waits. Written by this thread, read by the thread that makes heartbeats.
     awaits: Mutex<Option<CallingThread>>,
     /// Written by the thread itself when it begins and ends.
     ended: AtomicBool,
@@ -70,7 +70,7 @@ thread_local! {
 }
 
 impl CallingThread {
-    /// A thread that is about to start and then says that it [begins](Self::begin).
+    /// A thread that is about to start and will call [`begin`](Self::begin).
     #[expect(clippy::new_without_default, reason = "each is another thread")]
     pub fn new() -> CallingThread {
         static IDS: AtomicU64 = AtomicU64::new(1);
@@ -81,7 +81,7 @@ impl CallingThread {
     /// This thread.
     pub fn current() -> CallingThread {
         let known = THIS.try_with(|this| this.borrow().as_ref().map(|this| this.0.clone()));
-        // A thread that is just ending gets a name of its own for each call.
+        // In a thread that is ending, the thread-local is gone: each call gets a new identity.
         known.ok().flatten().unwrap_or_else(|| {
             let new = CallingThread::new();
             new.begin();
@@ -89,7 +89,7 @@ impl CallingThread {
         })
     }
 
-    /// Says that this is the thread that runs. By the thread itself, before its first call.
+    /// Makes the current thread the one that this value stands for. Called by the thread itself, before its first call.
     pub fn begin(&self) {
         self.state.ended.store(false, Ordering::Release);
         let earlier = THIS.try_with(|this| this.replace(Some(This(self.clone()))));
@@ -98,7 +98,7 @@ impl CallingThread {
         }
     }
 
-    /// Runs `wait`, which blocks until that thread has done something for this one.
+    /// Runs `wait`, which blocks the current thread until the thread `self` has done something for it.
     pub fn awaited<R>(&self, wait: impl FnOnce() -> R) -> R {
         struct Clear(CallingThread);
         impl Drop for Clear {

@@ -1,4 +1,4 @@
-//! The kinds of collectives, as calls are compared and shown by them.
+//! The kinds of collectives, by which ranks compare calls and errors show them.
 
 use std::fmt;
 
@@ -35,7 +35,7 @@ pub enum Collective {
     Scatter,
     /// Each rank gets a row of each rank's buffer.
     AllToAll,
-    /// Each rank names the sub-group it goes to.
+    /// Each rank passes the color of its sub-group.
     Split,
     /// A buffer goes to one other rank.
     Send,
@@ -68,7 +68,7 @@ impl Collective {
         Collective::SendRecv,
     ];
 
-    /// Kind that the other of two ranks calls; `None` for calls that all ranks of a group make alike.
+    /// Kind of the other rank's call, for a call between two ranks; `None` for calls that all ranks of a group make.
     pub fn counterpart(self) -> Option<Collective> {
         match self {
             Collective::Send => Some(Collective::Recv),

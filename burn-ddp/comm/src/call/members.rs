@@ -1,18 +1,18 @@
-//! Members of a group, and those that its call under way waits for.
+//! Members of a group, and the members for which its call under way waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The ranks of a group, in its order. One per group and rank: `expect` and `arrived` are written by the exchange, read
-/// for heartbeats and reports.
+/// The ranks of a group, in its order. Each rank has one for each of its groups: the exchange calls `expect` and
+/// `arrived`; heartbeats and reports read `awaited`.
 ///
 /// A *group rank* is a position in this list, a *world rank* the value at that position.
 #[derive(Debug)]
 pub struct Members {
     ranks: Box<[usize]>,
-    /// True for group ranks whose part of the exchange has not arrived.
+    /// By group rank: true if that rank's part of the exchange has not arrived.
     awaited: Box<[AtomicBool]>,
-    /// For some of the members of a group: all of them, and the group rank there of each of these.
+    /// If these are some members of a group: all its members, and the group rank of each of these among them.
     whole: Option<(Arc<Members>, Box<[usize]>)>,
 }
 
@@ -44,7 +44,7 @@ impl Members {
         self.ranks.len()
     }
 
-    /// World rank of `group_rank`. A number that is no group rank is returned as it is.
+    /// World rank of `group_rank`; `group_rank` itself if it is not a rank of the group.
     pub fn world_rank(&self, group_rank: usize) -> usize {
         self.ranks.get(group_rank).copied().unwrap_or(group_rank)
     }

@@ -1,7 +1,7 @@
-//! A call: its identity, its deadline, and its comparison with the calls of peers.
+//! A call of a collective on one rank: its identity, its deadline, and its comparison with the calls of peers.
 //!
-//! Engines know the ranks of a group by their position in it, their *group ranks*. Errors show world ranks, and calls
-//! are compared by them; a [`Call`] knows both.
+//! Engines know the ranks of a group by their position in it, their *group ranks*. Errors show world ranks, and ranks
+//! compare their calls by world ranks; a [`Call`] knows both.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,22 +28,22 @@ pub use members::Members;
 /// A call under way on this rank.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// This rank's call.
+    /// Signature of the call, as this rank makes it.
     pub info: CallInfo,
-    /// Receiving half of a `send_recv` with two other ranks: the group rank of the sender, and the call that fits the
-    /// sender's.
+    /// Receiving half of a `send_recv` with two other ranks: the group rank of the sender, and the signature that must
+    /// fit the sender's call. `info` is then the sending half.
     pub receives: Option<Box<(usize, CallInfo)>>,
     /// This rank in the world.
     pub rank: usize,
     /// This rank's weight; 1 where weights have no meaning.
     pub weight: f64,
-    /// Number of this call's next exchange: each exchange of a call has its own.
+    /// Number of the exchange within this call: each exchange of a call has a number of its own.
     pub stage: u8,
-    /// Time that it may take.
+    /// Time that the call may take.
     pub timeout: Duration,
-    /// Time at which it began.
+    /// Time at which the call began.
     started: Ticks,
-    /// Members of its group, and those that it waits for, which exchanges keep up to date.
+    /// Members of the group, and the members that the call waits for, which exchanges keep up to date.
     pub members: Arc<Members>,
 }
 
@@ -53,7 +53,7 @@ impl Call {
         Call { info, receives: None, rank, weight: 1.0, stage: 0, timeout, started: Ticks::now(), members }
     }
 
-    /// Turns this into another call of the same rank and group, made now, whose `info` is set already.
+    /// Turns this into another call of the same rank and group, made now. The caller has set `info` already.
     pub(crate) fn renew(&mut self, weight: f64) {
         self.receives = None;
         self.weight = weight;
@@ -61,12 +61,12 @@ impl Call {
         self.started = Ticks::now();
     }
 
-    /// Time at which it began. Reads the clock.
+    /// Time at which the call began. Reads the clock.
     pub fn started(&self) -> Instant {
         self.started.instant()
     }
 
-    /// Deadline. Reads the clock.
+    /// Deadline of the call. Reads the clock.
     pub fn deadline(&self) -> Instant {
         after(self.started(), self.timeout)
     }
@@ -75,27 +75,27 @@ impl Call {
         self.started
     }
 
-    /// This call's next exchange.
+    /// A copy of this call for its next exchange.
     pub fn next_stage(&self) -> Call {
         Call { stage: self.stage + 1, ..self.clone() }
     }
 
-    /// An exchange of this call with a number of its own.
+    /// A copy of this call for the exchange with the number `stage`.
     pub(crate) fn at_stage(&self, stage: u8) -> Call {
         Call { stage, ..self.clone() }
     }
 
-    /// This call among some of its members.
+    /// A copy of this call among some of its members.
     pub(crate) fn among(&self, members: &Arc<Members>) -> Call {
         Call { members: members.clone(), ..self.clone() }
     }
 
-    /// The half of a call with two other ranks that goes to, or comes from, the one at a group rank.
+    /// Of a `send_recv` with two other ranks, the half that concerns the peer at a group rank.
     pub(crate) fn half_for(&self, peer: usize) -> Call {
         Call { info: self.info_for(peer).clone(), receives: None, ..self.clone() }
     }
 
-    /// The call that the call of the peer at a group rank must fit.
+    /// The signature that the call of the peer at a group rank must fit.
     pub fn info_for(&self, peer: usize) -> &CallInfo {
         match self.receives.as_deref() {
             Some((from, info)) if *from == peer => info,
@@ -106,7 +106,7 @@ impl Call {
     /// This rank in the group.
     ///
     /// # Errors
-    /// [`Error::Internal`] if it is not in it.
+    /// [`Error::Internal`] if this rank is not in the group.
     pub fn group_rank(&self) -> Result<usize> {
         let find = self.members.ranks().iter().position(|rank| *rank == self.rank);
         find.ok_or_else(|| Error::Internal {
@@ -114,7 +114,7 @@ impl Call {
         })
     }
 
-    /// The rank in the world of a group rank.
+    /// The world rank of a group rank.
     pub fn world_rank(&self, peer: usize) -> usize {
         self.members.world_rank(peer)
     }
@@ -143,7 +143,7 @@ impl Call {
     /// Checks that the call of the peer at a group rank fits this one.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], which shows both.
+    /// [`Error::Mismatch`], which shows both calls.
     pub fn check_info(&self, peer: usize, theirs: &CallInfo) -> Result<()> {
         let mine = self.info_for(peer);
         if mine.agrees(theirs) {
@@ -159,8 +159,8 @@ impl Call {
     /// Checks the header of a frame from the peer at a group rank, from which `payload_bytes` are expected.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if the peer is in another call, [`Error::Protocol`] if it is in the same call but sends what
-    /// this call cannot have.
+    /// [`Error::Mismatch`] if the peer is in another call. [`Error::Protocol`] if it is in the same call, but the frame
+    /// has another sender, stage or length than expected.
     pub fn check_header(&self, peer: usize, header: &Header, payload_bytes: usize) -> Result<()> {
         self.check_info(peer, &header.info)?;
         let expected = (self.world_rank(peer), self.stage, payload_bytes as u64);
@@ -169,7 +169,7 @@ impl Call {
             return Err(Error::Protocol {
                 peer: expected.0,
                 message: format!(
-                    "a frame of rank {}, stage {}, {} bytes, expected rank {}, stage {}, {} bytes",
+                    "a frame of rank {}, stage {}, {} bytes; expected rank {}, stage {}, {} bytes",
                     got.0, got.1, got.2, expected.0, expected.1, expected.2
                 ),
                 during: Some(Box::new(self.info_for(peer).clone())),
@@ -178,7 +178,7 @@ impl Call {
         Ok(())
     }
 
-    /// Error when the deadline passes before the parts of the group ranks `waiting_for` have arrived.
+    /// The error if the deadline passes before the parts of the group ranks `waiting_for` have arrived.
     pub fn timed_out(&self, waiting_for: Vec<usize>) -> Error {
         Error::Timeout {
             reporter: self.rank,
@@ -190,7 +190,7 @@ impl Call {
         }
     }
 
-    /// The ranks in the world of group ranks, ascending.
+    /// The world ranks of group ranks, ascending.
     pub fn world_ranks(&self, peers: &[usize]) -> Vec<usize> {
         let mut ranks: Vec<usize> = peers.iter().map(|peer| self.world_rank(*peer)).collect();
         ranks.sort_unstable();
@@ -198,7 +198,7 @@ impl Call {
     }
 }
 
-/// A timeout beyond what `Instant` can express means "never"; a century will do.
+/// The end of `timeout`. One that `Instant` cannot express means "never", and becomes a century.
 fn after(start: Instant, timeout: Duration) -> Instant {
     const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     start.checked_add(timeout).unwrap_or_else(|| start + CENTURY)

@@ -1,5 +1,5 @@
-//! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one
-//! machine, tcp between several, both where some of several machines have several ranks.
+//! The fabric that picks an engine for each group, the fastest that its ranks can use: shm on one machine, tcp between
+//! machines, and both if one of several machines has several ranks of the group.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,17 +9,17 @@ use crate::call::Call;
 use crate::topology::Machines;
 use crate::{EngineChoice, Error, PeerInfo, Result};
 
-/// Opens a rank's groups by the engine that the user chose, or that fits the group.
+/// Opens a rank's groups with the engine that the user chose, or that fits the group.
 pub(crate) struct AutoFabric {
     /// [Machine](machine) of each rank; `None` if it is unknown.
     machines: Vec<Option<String>>,
     choice: Option<EngineChoice>,
-    /// `None` on systems without it.
+    /// `None` on systems without shm.
     shm: Option<Arc<dyn Fabric>>,
     tcp: Arc<dyn Fabric>,
     /// Shm inside machines and tcp between them. `None` on systems without shm.
     two_level: Option<Arc<dyn Fabric>>,
-    /// Set once memory could not be shared.
+    /// True once the ranks of a group could not share memory.
     shm_failed: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ impl AutoFabric {
         self.shm.as_deref().filter(|_| one_machine)
     }
 
-    /// The fabric for `ranks` on several machines: two-level if some share one.
+    /// The fabric for `ranks` on several machines: two-level if some of the ranks share a machine.
     fn between_machines(&self, ranks: impl IntoIterator<Item = usize>) -> &dyn Fabric {
         let machines = ranks.into_iter().map(|rank| self.machines.get(rank).and_then(Option::as_ref));
         let machines: Option<Vec<&String>> = machines.collect();
@@ -94,10 +94,10 @@ impl Fabric for AutoFabric {
     }
 }
 
-/// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network
-/// namespace in which they hand it over, and the user, in its user namespace: two users of one number in different ones
-/// turn each other away. With the `name` that cuts the host into machines, if there is one. `None` if the system does
-/// not say, or does not let memory be shared.
+/// The identity of this rank's machine, equal for ranks that can share memory: the running kernel, the network
+/// namespace, in which ranks hand memory over, and the user with its user namespace, since one user number means
+/// different users in two namespaces. `name`, if given, cuts the host into several machines. `None` if the system does
+/// not tell these, or does not let processes share memory.
 pub(crate) fn machine(name: Option<&str>) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     #[cfg(target_os = "linux")]
@@ -127,8 +127,8 @@ pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&s
         Some((other, _)) => Err(Error::Environment {
             message: format!(
                 "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different \
-                 machines, in different network or user namespaces, or of different users; without it each group gets \
-                 the fastest engine it can use"
+                 machines, in different network or user namespaces, or of different users; without BURN_DDP_ENGINE \
+                 each group gets the fastest engine it can use"
             ),
         }),
     }

@@ -24,8 +24,8 @@ pub enum EngineChoice {
     External(&'static str),
 }
 
-/// Names of engines in other crates, each with true if it takes all groups. Otherwise it takes what is in device
-/// memory, and host memory goes as without a choice.
+/// Names of engines in other crates, each with true if it also takes host memory. An engine with false takes device
+/// memory only; for host memory the engine is picked as without a choice.
 const EXTERNAL: [(&str, bool); 2] = [("mpi", true), ("nccl", false)];
 
 impl EngineChoice {
@@ -54,7 +54,7 @@ impl FromStr for EngineChoice {
         let external = EXTERNAL.map(|(name, _)| EngineChoice::External(name));
         let mut known = [EngineChoice::Shm, EngineChoice::Tcp].into_iter().chain(external);
         known.find(|choice| choice.name() == text.trim()).ok_or_else(|| Error::Environment {
-            message: format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"),
+            message: format!("{text:?} is not an engine; the engines are shm, tcp, mpi and nccl (BURN_DDP_ENGINE)"),
         })
     }
 }

@@ -1,15 +1,15 @@
-//! The algorithms of engines between hosts, once for all transports.
+//! The algorithms of the collectives over a [`Transport`], the same for all transports.
 //!
-//! Every collective of a group begins with a frame from each rank to each other, even if it is a header alone. So each
-//! rank compares its call with every other's, and no rank is ever more than one collective ahead.
+//! Every collective of a group begins with a frame from each rank to each other rank, even if it is only a header. So
+//! each rank compares its call with the call of every other rank, and no rank is ever more than one collective ahead.
 
 use super::{Engine, Incoming, Outgoing, Piece, Transport};
 use crate::call::Call;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result};
 
-/// Most bytes, of all ranks together, that go in one exchange: each rank sends all to each other and reduces all. Half
-/// the latency, more bytes, the same bits.
+/// Most bytes, of all ranks together, that a reduction moves in one exchange: each rank sends its whole buffer to each
+/// other and reduces all. Half the latency, more bytes, the same bits.
 const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
 
 /// An [`Engine`] over a [`Transport`].
@@ -18,7 +18,7 @@ pub struct HostEngine<T> {
     transport: T,
     /// Bytes from peers that are to be reduced. Kept between calls, since fresh memory costs page faults.
     scratch: Vec<u8>,
-    /// This rank's slice of a reduction that another rank gets. Kept for the same reason.
+    /// This rank's slice of a reduction whose result another rank gets. Kept for the same reason.
     slice: Vec<u8>,
 }
 
@@ -28,7 +28,7 @@ impl<T: Transport> HostEngine<T> {
         HostEngine { transport, scratch: Vec::new(), slice: Vec::new() }
     }
 
-    /// The transport, for exchanges of one's own.
+    /// The transport, for exchanges beside those of the collectives.
     #[cfg(target_os = "linux")]
     pub(super) fn transport(&mut self) -> &mut T {
         &mut self.transport
@@ -93,7 +93,8 @@ impl<T: Transport> HostEngine<T> {
         self.transport.exchange(&call.next_stage(), &[], &mut receives)
     }
 
-    /// An exchange in which this rank sends a payload to the root alone, and receives headers only.
+    /// An exchange in which this rank sends a payload to the root and headers to the other ranks, and receives only
+    /// headers.
     fn tell_root(&mut self, call: &Call, payload: &[u8], root: usize) -> Result<()> {
         let payload = |peer: usize| if peer == root { payload } else { &[] };
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, payload: payload(peer) }).collect();
@@ -128,7 +129,7 @@ impl<T: Transport> HostEngine<T> {
         out: &mut [u8],
     ) -> Result<()> {
         let (rank, out_len) = (self.transport.rank(), out.len());
-        // What goes wrong here does so on all ranks alike: the exchange is finished, and the group stays usable.
+        // The reduction fails on all ranks alike. The exchange is completed all the same, so the group stays usable.
         let mut result = Ok(());
         let mut reduce_piece = |piece: Piece<'_>| {
             let len = piece.rows.first().map_or(out.len(), |row| row.len());
@@ -150,7 +151,8 @@ impl<T: Transport> HostEngine<T> {
         result
     }
 
-    /// Reduces what `collect` left in `scratch`, and `out`, into `out`. `op` is `None` for the weighted mean.
+    /// Reduces the peers' bytes that `collect` left in `scratch`, and `out`, into `out`. `op` is `None` for the
+    /// weighted mean.
     fn reduce_scratch(
         &self,
         call: &Call,
@@ -269,8 +271,8 @@ impl<T: Transport> Engine for HostEngine<T> {
         self.transport.exchange(call, &sends, &mut receives)
     }
 
-    /// The payload travels with this rank's call and is answered with the peer's; then the receiver confirms that it
-    /// has it.
+    /// The sender's call travels with the payload, and the receiver's call the other way; then the receiver confirms
+    /// that it has the payload.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
         let (to, from) = (send.map(|send| send.peer), receive.as_ref().map(|receive| receive.peer));
         let mut sends: Vec<Outgoing<'_>> = send.into_iter().collect();
@@ -288,7 +290,7 @@ impl<T: Transport> Engine for HostEngine<T> {
 
 /// `weights`, one per rank of the group of `call`, if a mean can use them.
 ///
-/// All ranks see the same weights here, so all of them find the same fault, and the group stays usable.
+/// All ranks pass the same weights, so all of them get the same error, and the group stays usable.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if one is negative or not finite, or all are 0.
@@ -305,13 +307,13 @@ pub fn checked_weights<'a>(call: &Call, weights: &'a [f64]) -> Result<&'a [f64]>
     Ok(weights)
 }
 
-/// Frames from all ranks but `rank`, each into its place; `places` are those of all ranks, in their order.
+/// Frames expected from all ranks but `rank`, each into the sender's entry of `places`, which has one per rank.
 fn from_others<'a>(rank: usize, places: impl IntoIterator<Item = &'a mut [u8]>) -> Vec<Incoming<'a>> {
     let others = places.into_iter().enumerate().filter(|(peer, _)| *peer != rank);
     others.map(|(peer, place)| Incoming::new(peer, place)).collect()
 }
 
-/// `buf` in `count` runs of whole elements whose lengths differ by at most one.
+/// Cuts `buf` into `count` runs of whole elements; their lengths differ by one element at most.
 fn slices(mut buf: &mut [u8], dtype: DType, count: usize) -> Vec<&mut [u8]> {
     let size = dtype.size_bytes();
     let (share, longer) = (buf.len() / size / count, buf.len() / size % count);
@@ -325,7 +327,7 @@ fn slices(mut buf: &mut [u8], dtype: DType, count: usize) -> Vec<&mut [u8]> {
         .collect()
 }
 
-/// `buf` in rows of `len` bytes; without end if `len` is 0.
+/// Cuts `buf` into rows of `len` bytes; yields empty rows without end if `len` is 0.
 fn rows(mut buf: &mut [u8], len: usize) -> impl Iterator<Item = &mut [u8]> {
     std::iter::from_fn(move || {
         let (row, rest) = std::mem::take(&mut buf).split_at_mut_checked(len)?;

@@ -1,7 +1,8 @@
 //! Engines: implementations of the collectives.
 //!
-//! An [`Engine`] does the collectives of one group on one rank. Engines that move bytes between hosts share their
-//! algorithms: they are [`HostEngine`]s over a [`Transport`], which knows one primitive, the exchange of frames.
+//! An [`Engine`] does the collectives of one group on one rank. Engines whose ranks exchange frames (threads, tcp, mpi)
+//! share their algorithms: each is a [`HostEngine`] over a [`Transport`], whose one primitive is the exchange of
+//! frames.
 
 use std::any::Any;
 
@@ -25,7 +26,7 @@ pub use self::host_engine::{HostEngine, checked_weights};
 pub use self::shared_buffer::{SharedBuffer, SharedView};
 pub use self::unavailable_reason::Unavailable;
 
-/// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.
+/// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: positions in the group.
 ///
 /// The caller has checked what can be checked on one rank: ranks are in range, lengths are whole elements and fit
 /// together, the reduce op supports the dtype. The engine compares `call` with the peers' calls. On an error the
@@ -46,7 +47,8 @@ pub trait Engine: Send {
     /// Copies `buf` of `root` to all ranks.
     fn broadcast(&mut self, call: &Call, buf: &mut [u8], root: usize) -> Result<()>;
 
-    /// Fills `outputs[r]` with the input of rank `r`. Lengths may differ between ranks, where all ranks know them.
+    /// Fills `outputs[r]` with the input of rank `r`. Inputs may differ in length; every rank's outputs have their
+    /// lengths.
     fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()>;
 
     /// Reduces `input`, which is `[world, n]`, and leaves row `rank` in `output`, which is `[n]`.
@@ -59,24 +61,26 @@ pub trait Engine: Send {
         op: ReduceOp,
     ) -> Result<()>;
 
-    /// Reduces `buf` over all ranks into `buf` of `root`; the others' stay as they are.
+    /// Reduces `buf` over all ranks into `buf` of `root`; the buffers of the other ranks stay as they are.
     fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()>;
 
-    /// Fills `outputs[r]` of `root` with the input of rank `r`. Only the root passes outputs. All lengths are alike.
+    /// Fills `outputs[r]` of `root` with the input of rank `r`. Only the root passes outputs. All inputs have the same
+    /// length.
     fn gather(&mut self, call: &Call, input: &[u8], outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()>;
 
-    /// Fills `output` of rank `r` with `inputs[r]` of `root`. Only the root passes inputs. All lengths are alike.
+    /// Fills `output` of rank `r` with `inputs[r]` of `root`. Only the root passes inputs. All of them have the same
+    /// length.
     fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()>;
 
     /// Copies row `j` of `input` to row `rank` of `output` of rank `j`. Both are `[world, n]`.
     fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()>;
 
-    /// Sends to one rank and receives from one, which may be the same; at least one of both, never this rank. Only the
-    /// ranks named take part, and each compares its part of `call`, [`Call::info_for`] the other. Returns when what was
-    /// sent has been received.
+    /// Sends to one rank, receives from one, or both. The two peers may be the same rank, but not this one. Only this
+    /// rank and its peers take part; each pair compares the part of `call` between the two, [`Call::info_for`]. Returns
+    /// when the receiver has the payload that this rank sent.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()>;
 
-    /// Buffers of these sizes for [`all_reduce_shared`](Self::all_reduce_shared), the same on all ranks.
+    /// Makes buffers of these lengths, the same on all ranks, for [`all_reduce_shared`](Self::all_reduce_shared).
     fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
         self.barrier(call)?;
         Ok(lens.iter().map(|len| SharedBuffer::plain(*len)).collect())
@@ -100,23 +104,23 @@ pub trait Engine: Send {
     /// Reduces elements that are in a device's memory; `op` is `None` for the mean weighted by [`Call::weight`].
     ///
     /// # Errors
-    /// [`Error::Environment`] if the engine does not reach that memory.
+    /// [`Error::Environment`] if the engine cannot reach that memory.
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let _ = (call, elements, op);
         let message = format!("the engine {} reduces in host memory only", self.name());
         Err(Error::Environment { message })
     }
 
-    /// Closes what peers see of this rank in the group: it has left the world with the group open, and no call comes
-    /// any more. For engines whose waits cannot tell from the membership alone that no more bytes of a rank are on
-    /// their way. An engine around another passes it on. Does not block. Calls after the first do nothing.
+    /// Closes this rank's side of the group, since the rank has left the world with the group open: no call follows. An
+    /// engine implements it if its waits cannot tell from the membership alone that no more bytes of a rank are on
+    /// their way. An engine that wraps another passes the call on. Does not block. Calls after the first do nothing.
     fn leave(&mut self) {}
 }
 
 /// Elements in the memory of a device.
 #[derive(Debug)]
 pub struct OnDevice<'a> {
-    /// Their type.
+    /// Type of the elements.
     pub dtype: DType,
     /// Number of elements.
     pub len_elems: usize,
@@ -129,7 +133,7 @@ pub struct OnDevice<'a> {
 pub struct Outgoing<'a> {
     /// Group rank of the receiver.
     pub peer: usize,
-    /// The bytes behind the header; may be empty.
+    /// The bytes after the header; may be empty.
     pub payload: &'a [u8],
 }
 
@@ -138,23 +142,23 @@ pub struct Outgoing<'a> {
 pub struct Incoming<'a> {
     /// Group rank of the sender.
     pub peer: usize,
-    /// Room for the payload, exactly as long as it. If empty, only the header comes.
+    /// Memory for the payload, of exactly its length; empty if the frame is only a header.
     pub payload: &'a mut [u8],
     /// The weight in the header, filled in by the exchange.
     pub weight: f64,
 }
 
 impl<'a> Incoming<'a> {
-    /// Room for a frame from `peer`.
+    /// An expected frame, with memory for its payload.
     pub fn new(peer: usize, payload: &'a mut [u8]) -> Incoming<'a> {
         Incoming { peer, payload, weight: f64::NAN }
     }
 }
 
-/// Bytes that came from all other ranks, at the same place in their frames.
+/// Bytes from all other ranks: the same range of each rank's payload.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
-    /// Bytes of each frame that came before.
+    /// Start of that range in the payload.
     pub start: usize,
     /// The bytes of each other rank, in rank order, all of one length.
     pub rows: &'a [&'a [u8]],
@@ -162,9 +166,9 @@ pub struct Piece<'a> {
     pub weights: &'a [f64],
 }
 
-/// The one primitive of engines between hosts.
+/// Exchange of frames: the one primitive of a [`HostEngine`].
 pub trait Transport: Send {
-    /// Name of the engine over it.
+    /// Name of the engine over this transport.
     fn name(&self) -> &'static str;
 
     /// This rank in the group.
@@ -173,26 +177,26 @@ pub trait Transport: Send {
     /// Number of ranks in the group.
     fn world_size(&self) -> usize;
 
-    /// Sends at most one frame to each peer and receives at most one from each, all at the same time; returns when all
-    /// that is to be received has come and all that is to be sent is out of the caller's memory. Each frame starts with
-    /// [`call.header(peer, payload.len())`](Call::header); each header that comes is passed to [`Call::check_header`]
-    /// before room is made for what follows it.
+    /// Sends at most one frame to each peer and receives at most one from each, all at the same time. Returns when
+    /// every frame to receive has arrived and the memory of those to send is no longer needed. Each frame starts with
+    /// [`call.header(peer, payload.len())`](Call::header); each header that arrives is passed to [`Call::check_header`]
+    /// before its payload is read.
     ///
-    /// Frames between two ranks arrive in the order they were sent. A peer may be an exchange ahead. A frame that has
-    /// come is delivered even if its sender has left since.
+    /// Frames between two ranks arrive in the order they were sent. A peer may be one exchange ahead. A frame that has
+    /// arrived is delivered even if its sender has left since.
     ///
     /// # Errors
-    /// As soon as one is known: the cause in [`Membership`](crate::membership::Membership), a peer that left or was
-    /// lost and whose frame has not come, a header that does not fit, or [`Call::timed_out`] naming the peers that were
-    /// waited for.
+    /// The first that is known: the cause in [`Membership`](crate::membership::Membership) that ended the world, a peer
+    /// that left or was lost before its frame arrived, a header that does not fit the call, or [`Call::timed_out`] with
+    /// the peers whose frames are missing.
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()>;
 
-    /// An [`exchange`](Self::exchange) that receives a frame of `len` bytes from every other rank, of which only a part
-    /// need be in memory at a time: `take` gets them piece by piece, in order, and at least once. `scratch` is memory
-    /// to use, kept by the caller.
+    /// An [`exchange`](Self::exchange) that receives `len` bytes from every other rank and need not hold all of them in
+    /// memory: `take` gets them piece by piece, in order, and is called at least once. `scratch` is memory that the
+    /// caller keeps between calls.
     ///
     /// # Errors
-    /// Like `exchange`; `take` may have been called before.
+    /// Like `exchange`; `take` may have been called before the error.
     fn collect(
         &mut self,
         call: &Call,
@@ -223,22 +227,22 @@ pub trait Transport: Send {
     fn leave(&mut self) {}
 }
 
-/// Makes the engines of one rank's groups. Others than those of this crate take their place by
-/// [`World::set_fabric`](crate::World::set_fabric).
+/// Makes the engines of one rank's groups. [`World::set_fabric`](crate::World::set_fabric) installs a fabric of another
+/// crate.
 pub trait Fabric: Send + Sync {
-    /// The name of its engines.
+    /// The name of the fabric's engines.
     fn name(&self) -> &'static str;
 
-    /// This rank's engine of a new group of the ranks `call.members`, one of which this rank is; the ranks' engines may
-    /// still be on their way to each other when it returns. `call.info.group` is the group's number, the same on all
-    /// its ranks; no two groups of a world have the same.
+    /// This rank's engine for a new group of the ranks `call.members`, which include this rank. The engines of the
+    /// ranks need not be connected yet when it returns. `call.info.group` is the group's number: the same on all its
+    /// ranks, and unique in the world.
     ///
     /// # Errors
     /// Like [`Transport::exchange`].
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>>;
 
-    /// Like [`open`](Self::open), but yields a reason, on all ranks of the group alike, where the fabric cannot serve
-    /// the group and another one may.
+    /// Like [`open`](Self::open), but returns [`Unavailable`], on all ranks of the group alike, if this fabric cannot
+    /// serve the group and another one may.
     ///
     /// # Errors
     /// Like [`Transport::exchange`].

@@ -10,15 +10,14 @@ use super::shm::{ArenaBuffer, ArenaView};
 /// One rank's buffer in memory that its group can reduce without copies, made by
 /// [`ProcessGroup::shared_buffers`](crate::ProcessGroup::shared_buffers).
 ///
-/// Holds this rank's input. Results do not replace it: they are [`SharedView`]s.
+/// Holds this rank's input. The result of a reduction is read from a [`SharedView`], not from this buffer.
 pub struct SharedBuffer {
     memory: Memory,
 }
 
-/// The result of a reduction of [`SharedBuffer`]s, the same on all ranks. Read where the engine left it.
+/// The result of a reduction of [`SharedBuffer`]s, the same on all ranks, read where the engine left it.
 ///
-/// Clones look at the same bytes. They never change; while a view of a rank is alive, reductions of its buffer cost a
-/// copy.
+/// Clones share the same bytes, which never change: while a rank holds a view, reductions of its buffer cost a copy.
 #[derive(Clone)]
 pub struct SharedView {
     memory: Viewed,
@@ -55,7 +54,7 @@ impl Words {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len_bytes]
     }
 
-    /// Returns false if it is too small.
+    /// Sets the length; false if the memory is too small for it.
     fn set_len(&mut self, len_bytes: usize) -> bool {
         let fits = len_bytes <= size_of_val(&self.words[..]);
         if fits {
@@ -66,7 +65,7 @@ impl Words {
 }
 
 impl SharedBuffer {
-    /// A buffer in memory of this process, for engines that have no other.
+    /// A buffer in memory of this process, for engines without shared memory.
     pub fn plain(len_bytes: usize) -> SharedBuffer {
         SharedBuffer { memory: Memory::Plain(Arc::new(Words { words: vec![0; len_bytes.div_ceil(8)], len_bytes })) }
     }
@@ -80,8 +79,8 @@ impl SharedBuffer {
         }
     }
 
-    /// Makes it `len_bytes` long, with unspecified contents: in the same memory if that is large enough, otherwise in
-    /// plain memory. All ranks do so alike.
+    /// Makes the buffer `len_bytes` long, with unspecified contents: in the same memory if that is large enough,
+    /// otherwise in memory of this process. All ranks set the same length.
     pub fn set_len(&mut self, len_bytes: usize) {
         let fits = match &mut self.memory {
             Memory::Plain(words) if words.len_bytes == len_bytes => true,
@@ -94,7 +93,7 @@ impl SharedBuffer {
         }
     }
 
-    /// This rank's input, to be written; aligned for every dtype. Unspecified after a reduction.
+    /// This rank's input, to be written; aligned for every dtype. Its contents are unspecified after a reduction.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if let Memory::Plain(words) = &mut self.memory
             && Arc::get_mut(words).is_none()
@@ -128,7 +127,7 @@ impl SharedBuffer {
         SharedBuffer { memory: Memory::Arena(arena) }
     }
 
-    /// The memory of all ranks, if that is where it is.
+    /// The buffer, if it is in memory that all ranks map.
     pub(crate) fn as_arena(&mut self) -> Option<&mut ArenaBuffer> {
         match &mut self.memory {
             Memory::Plain(_) => None,

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-/// The reason for which a fabric cannot open a group, known on all its ranks alike. Another engine may take its place.
+/// The reason why a fabric cannot open a group; every rank of the group knows it. Another engine may serve the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// The memory wanted is larger than any there can be.
+    /// The buffers wanted are larger than any memory can be.
     TooLarge,
     /// A rank could not create the memory to share.
     NotCreated {
@@ -30,19 +30,19 @@ pub enum Unavailable {
     SizesDiffer {
         /// The rank that refused, in the world.
         rank: usize,
-        /// Bytes that it needs.
+        /// Bytes that this rank needs.
         own: u64,
-        /// Bytes that it was offered.
+        /// Bytes of the memory that it was offered.
         offered: u64,
     },
-    /// A peer's reason, in its words.
+    /// The reason of another rank, as that rank's message.
     OnPeer(String),
 }
 
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Unavailable::TooLarge => f.write_str("they are larger than any memory"),
+            Unavailable::TooLarge => f.write_str("the buffers are larger than any memory"),
             Unavailable::NotCreated { rank, len_bytes, cause } => {
                 write!(f, "rank {rank} cannot create {len_bytes} bytes of shared memory: {cause}")
             }

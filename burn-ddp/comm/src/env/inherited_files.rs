@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-/// Beginning of the names of files in memory that a launcher hands to its ranks.
+/// Prefix of the names of the in-memory files (memfd) that a launcher hands to its ranks.
 ///
 /// The rank gets the path of the launcher's descriptor, `/proc/PID/fd/N`, and inherits the descriptor `N`.
 pub const HANDED_OVER: &str = "burn-ddp-";
 
-/// Path by which this process opens what a launcher handed over as `path`: the inherited descriptor if it is open, else
-/// `path` itself, which leads to the launcher's descriptor as long as both have one user and see one `/proc`.
+/// Path by which this process opens the file that a launcher handed over as `path`: the inherited descriptor if it is
+/// still open, else `path` itself, which leads to the launcher's descriptor if both processes have the same user and
+/// see the same `/proc`.
 pub(super) fn inherited(path: PathBuf) -> PathBuf {
     let Some(own) = own_descriptor(&path) else { return path };
     let prefix = format!("/memfd:{HANDED_OVER}");

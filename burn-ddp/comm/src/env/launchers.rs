@@ -1,4 +1,4 @@
-//! Rows of the table: the variables that each launcher sets, and the launcher that started this process.
+//! The variables that each launcher sets (the columns of the table in `env`), and which launcher started this process.
 
 use super::names::*;
 use super::parse::{Lookup, listed, needed, number};
@@ -28,7 +28,7 @@ pub(super) struct Row {
     pub(super) node_rank: Option<&'static str>,
     /// Variables that must be set besides rank and world size.
     needed: &'static [&'static str],
-    /// Further variables that show that the launcher was here.
+    /// Further variables that show that this launcher has started the process.
     hints: &'static [&'static str],
 }
 
@@ -72,8 +72,8 @@ static MPICH: Row = Row {
     hints: &[],
 };
 
-/// `SLURM_STEP_*` describes this step; the same without `STEP` describes the whole job, and is set in a batch script
-/// too.
+/// `SLURM_STEP_*` describes the `srun` step of this process. The variables without `STEP` describe the whole job, and
+/// are set in a batch script, too.
 static SLURM: Row = Row {
     rank: "SLURM_PROCID",
     world_size: "SLURM_STEP_NUM_TASKS",
@@ -84,7 +84,7 @@ static SLURM: Row = Row {
     hints: &[],
 };
 
-/// Rank of a process among the others.
+/// Rank of a process, in the world and on its machine.
 pub(super) struct Identity {
     pub(super) rank: usize,
     pub(super) world_size: usize,
@@ -104,7 +104,7 @@ impl Launcher {
                 None => slurm_without_srun(lookup).map(|()| None),
             };
         };
-        // A part of our variables was meant for us, whatever else is there.
+        // Some `BURN_DDP_*` variables are set, but not all: an error, even if another launcher's are complete.
         let ours = Launcher::Ours;
         if winner != ours && OURS.rank_names().iter().chain(&[STORE]).any(|name| lookup(name).is_some()) {
             return Err(ours.incomplete(lookup));
@@ -160,7 +160,7 @@ impl Launcher {
         Ok(Identity { rank, world_size, local, node_rank })
     }
 
-    /// True if this launcher set at least the rank.
+    /// True if this launcher's variable for the rank is set.
     pub(super) fn traces_rank(self, lookup: Lookup<'_>) -> bool {
         lookup(self.row().rank).is_some()
     }
@@ -218,7 +218,8 @@ impl Launcher {
         ))
     }
 
-    /// Checks that the variables of other launchers say the same, unless they describe a process around this one.
+    /// Checks that the variables of other launchers have the same values, unless they describe an outer process, in
+    /// which this launcher runs.
     fn must_agree(self, lookup: Lookup<'_>) -> Result<()> {
         let row = self.row();
         let mut differing = Vec::new();
@@ -231,7 +232,7 @@ impl Launcher {
                 (row.local_world_size, theirs.local_world_size),
             ] {
                 if [mine, their].contains(&SLURM.local_world_size) {
-                    continue; // a list
+                    continue; // Slurm's value is a list, not a number
                 }
                 let (Some(my_value), Some(their_value)) = (lookup(mine), lookup(their)) else { continue };
                 if my_value.trim() != their_value.trim() {
@@ -248,7 +249,8 @@ impl Launcher {
         )))
     }
 
-    /// True if the variables of `outer`, if any, describe a process around this one: the launcher itself, or its shell.
+    /// True if the variables of `outer`, if any, describe an outer process, in which this launcher runs: the launcher's
+    /// own process, or its shell.
     fn runs_inside(self, outer: Launcher, lookup: Lookup<'_>) -> bool {
         use Launcher::{Mpich, OpenMpi, Ours, Plain, Slurm};
         let slurm = slurm_lists::in_step(lookup);
@@ -256,7 +258,7 @@ impl Launcher {
             // burnrun removes the variables of the others from its ranks: what is set was set within a rank.
             (Ours, Slurm) if lookup(STORE).is_some_and(|store| store.trim() == "launcher") => true,
             (Plain, OpenMpi | Mpich | Slurm) if lookup(RUN_ID).is_some() => true,
-            // Under `srun --mpi=pmi2 mpirun` the one PMI process is mpirun.
+            // Under `srun --mpi=pmi2 mpirun` the `PMI_*` variables describe mpirun itself.
             (OpenMpi, Mpich) => slurm,
             (OpenMpi | Mpich, Slurm) => true,
             (_, Slurm) => !slurm || lookup(SLURM.world_size).is_some_and(|size| size.trim() == "1"),
@@ -273,7 +275,8 @@ impl Row {
     }
 }
 
-/// Refuses to run alone in an allocation: in its shell or batch script all variables are set except those of `srun`.
+/// Refuses to run alone inside a Slurm allocation of several tasks: its shell and batch script have the job's
+/// variables, but not those of `srun`, so the program was probably started without `srun` by mistake.
 fn slurm_without_srun(lookup: Lookup<'_>) -> Result<()> {
     match (lookup(SLURM_JOB), number::<usize>(SLURM_TASKS, lookup)?) {
         (Some(job), Some(tasks)) if tasks > 1 => Err(Error::environment(format!(

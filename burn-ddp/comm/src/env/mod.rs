@@ -1,4 +1,4 @@
-//! Environment variables of all launchers: the one table. Launchers are looked for from left to right.
+//! Environment variables of all launchers. Launchers are looked for in the order of the table, from left to right.
 //!
 //! | meaning | burnrun | torchrun, plain | Open MPI | MPICH | Slurm (`srun`) |
 //! |---|---|---|---|---|---|
@@ -7,13 +7,13 @@
 //! | rank on this machine | `BURN_DDP_LOCAL_RANK` ¹ | `LOCAL_RANK` ¹ | `OMPI_COMM_WORLD_LOCAL_RANK` | `MPI_LOCALRANKID` | `SLURM_LOCALID` |
 //! | ranks on this machine | `BURN_DDP_LOCAL_WORLD_SIZE` ¹ | `LOCAL_WORLD_SIZE` ¹ | `OMPI_COMM_WORLD_LOCAL_SIZE` | `MPI_LOCALNRANKS` | `SLURM_STEP_TASKS_PER_NODE` |
 //! | rank of this machine | `BURN_DDP_NODE_RANK` ² | `GROUP_RANK` ² | ² | ² | `SLURM_NODEID` |
-//! | where to meet | `BURN_DDP_MASTER=host:port` or `local:name` | `MASTER_ADDR`, `MASTER_PORT` | one machine: `PMIX_NAMESPACE`; several: ³ | `PMI_FD` ³ | `SLURM_STEP_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` ³ |
-//! | who hosts the store | `BURN_DDP_STORE=launcher\|rank0\|above` | `TORCHELASTIC_USE_AGENT_STORE` | | | |
-//! | which job | `BURN_DDP_JOB_ID` | `TORCHELASTIC_RUN_ID` | `PMIX_NAMESPACE` | by `PMI_FD` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
-//! | which attempt | `BURN_DDP_RESTART_COUNT` | `TORCHELASTIC_RESTART_COUNT` | | | `SLURM_RESTART_COUNT` |
+//! | meeting point | `BURN_DDP_MASTER=host:port` or `local:name` | `MASTER_ADDR`, `MASTER_PORT` | one machine: `PMIX_NAMESPACE`; several: ³ | `PMI_FD` ³ | `SLURM_STEP_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` ³ |
+//! | host of the store | `BURN_DDP_STORE=launcher\|rank0\|above` | `TORCHELASTIC_USE_AGENT_STORE` | | | |
+//! | id of the job | `BURN_DDP_JOB_ID` | `TORCHELASTIC_RUN_ID` | `PMIX_NAMESPACE` | by `PMI_FD` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
+//! | number of restarts | `BURN_DDP_RESTART_COUNT` | `TORCHELASTIC_RESTART_COUNT` | | | `SLURM_RESTART_COUNT` |
 //!
-//! ¹ Needed only if the master may be another machine. ² Otherwise computed, as if ranks were numbered machine by
-//! machine. ³ `BURN_DDP_MASTER`, else `MASTER_ADDR` and `MASTER_PORT`, says where the ranks of several machines meet.
+//! ¹ Needed only if the master may be another machine. ² If not set, computed as if ranks were numbered machine by
+//! machine. ³ Ranks of several machines meet at `BURN_DDP_MASTER`, else at `MASTER_ADDR` and `MASTER_PORT`, if set.
 //!
 //! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, except with MPICH),
 //! `BURN_DDP_TRUST_NETWORK=1` (instead of a secret), `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_BIND=address`,
@@ -21,13 +21,15 @@
 //! tests `BURN_DDP_MACHINE=name`.
 //! [`WorldOptions`](crate::WorldOptions) reads the variables for deadlines and records.
 //!
-//! - The first launcher whose variables are complete counts.
-//! - Incomplete variables, or a part of `BURN_DDP_*`, are an error, never a world of 1 by accident.
-//! - Variables of other launchers must agree, unless they describe a process around this one: burnrun and torchrun in a
+//! - The first launcher whose variables are complete is the one that started this process.
+//! - If only some variables of a launcher are set, or only some of `BURN_DDP_*`, that is an error: a rank must not
+//!   start as a world of 1 by accident.
+//! - Variables of other launchers must agree, unless they describe an outer process: burnrun and torchrun may run in a
 //!   task of mpirun or srun, mpirun in an allocation of Slurm.
-//! - Where no launcher names the job, its id consists of the port and the name of the program, so that two programs at
-//!   one port by mistake are two jobs. Ranks whose programs have different names need one `BURN_DDP_JOB_ID`.
-//! - Ranks that are all on one machine meet at a unix socket of the job's name; then no port is opened.
+//! - If no launcher gives a job id, the id consists of the port and the name of the program, so that two programs that
+//!   use one port by mistake do not join each other. Ranks whose programs have different names need one
+//!   `BURN_DDP_JOB_ID`.
+//! - Ranks that are all on one machine meet at a unix socket with the job's name; then no port is opened.
 
 mod inherited_files;
 mod launchers;
@@ -80,9 +82,9 @@ pub struct LaunchEnv {
     pub node_rank: usize,
     /// Meeting point of the ranks.
     pub meeting: Meeting,
-    /// Id of the job, so that other jobs met by mistake are recognised.
+    /// Id of the job, by which ranks recognise that they have met another job by mistake.
     pub job_id: String,
-    /// Launcher that set the variables: "burnrun" (ours), "torchrun", "variables" (plain ones, set by hand or a
+    /// Launcher that set the variables: "burnrun", "torchrun", "variables" (`RANK` and so on, set by hand or by a
     /// script), "Open MPI", "MPICH" or "Slurm".
     pub launcher: &'static str,
     /// Number of restarts of the job so far.
@@ -93,14 +95,14 @@ pub struct LaunchEnv {
     pub trust_network: bool,
     /// Network interface or address on which this rank listens and from which it connects.
     pub interface: Option<String>,
-    /// Address on which rank 0 hosts the store, where no launcher does; `0.0.0.0` or `::` for all of its machine.
-    /// `None`: the master's. For a master's address that leads to rank 0's machine and is not its own, such as that of
-    /// a service or a router.
+    /// Address on which rank 0 listens as host of the store, if no launcher hosts it; `0.0.0.0` or `::` for all
+    /// addresses of its machine. `None`: the master's address. Needed if the master's address leads to rank 0's machine
+    /// without being an address of that machine, such as the address of a service or a router.
     pub bind: Option<String>,
     /// Name or address at which the other ranks reach this one. `None`: the address on which it listens.
     pub advertise: Option<String>,
-    /// Name of the machine on which this rank pretends to be: one host is cut into machines, for tests of programs on
-    /// several. Their ranks share no memory.
+    /// Name of the machine on which this rank pretends to be. Different names cut one host into several machines, whose
+    /// ranks share no memory, for tests of programs that run on several machines.
     pub machine: Option<String>,
     /// File to which each process appends its [events](crate::post_mortem::Event), as lines of JSON.
     pub events: Option<PathBuf>,
@@ -108,13 +110,13 @@ pub struct LaunchEnv {
     pub report_dir: Option<PathBuf>,
 }
 
-/// Lists in Slurm's notation.
+/// Parses lists in Slurm's notation.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz_slurm_lists(bytes: &[u8]) {
     slurm_lists::fuzz(bytes);
 }
 
-/// Variables: per line, the byte that numbers the name, then the value.
+/// Reads variables from lines of `bytes`: the first byte is the number of a name, the rest its value.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz_variables(bytes: &[u8]) {
     let names = launchers::all_names();
@@ -131,7 +133,7 @@ pub(crate) fn fuzz_variables(bytes: &[u8]) {
 }
 
 impl LaunchEnv {
-    /// Rank `rank` of `world_size`, all on this machine, as burnrun starts it; the rest is not set.
+    /// Rank `rank` of `world_size`, all on this machine, as burnrun starts it; all optional fields are unset.
     pub fn new(rank: usize, world_size: usize, meeting: Meeting, job_id: impl Into<String>) -> LaunchEnv {
         LaunchEnv {
             rank,
@@ -154,13 +156,14 @@ impl LaunchEnv {
         }
     }
 
-    /// Reads the process's environment. `None` if no launcher set a variable: run alone. A secret and an event file
-    /// that the launcher handed over as descriptors become those that this process inherited, if they are still open.
+    /// Reads the process's environment. `None` if no launcher set a variable, so that the process runs alone. If the
+    /// launcher handed over the secret and the event file as descriptors, the paths lead to the descriptors that this
+    /// process inherited, if they are still open.
     ///
     /// # Errors
     /// [`Error::Environment`](crate::Error::Environment) as for [`from_lookup`](Self::from_lookup).
     pub fn detect() -> Result<Option<LaunchEnv>> {
-        // A value that is not UTF-8 becomes one that is no number either, and is shown.
+        // A value that is not UTF-8 stays invalid where a number is needed, and errors can show it.
         let found =
             Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))?;
         Ok(found.map(|env| LaunchEnv {
@@ -170,12 +173,12 @@ impl LaunchEnv {
         }))
     }
 
-    /// Reads variables through `lookup`. `None` if none of the table is set.
+    /// Reads variables through `lookup`. `None` if no variable of any launcher is set.
     ///
     /// # Errors
-    /// [`Error::Environment`](crate::Error::Environment) if a launcher's variables are set in part (names those that
-    /// are set and those that are missing), a value cannot be parsed, two launchers disagree, or the ranks have no
-    /// place to meet.
+    /// [`Error::Environment`](crate::Error::Environment) if some variables of a launcher are set and others missing
+    /// (the error names both), a value cannot be parsed, the variables of two launchers disagree, or no variable says
+    /// where the ranks meet.
     pub fn from_lookup(lookup: Lookup<'_>) -> Result<Option<LaunchEnv>> {
         let Some(launcher) = Launcher::choose(lookup)? else { return Ok(None) };
         let me = launcher.identity(lookup)?;
@@ -214,9 +217,9 @@ impl LaunchEnv {
         }))
     }
 
-    /// Variables that make a child process this rank: ours, and the plain ones for programs that know only those. If
-    /// MPICH's process manager gives the ranks their meeting point, they are not complete: a child then also needs the
-    /// variables and the socket of this process.
+    /// Variables that make a child process this rank: `BURN_DDP_*`, and `RANK` and so on for programs that know only
+    /// these. With [`Meeting::Pmi`] they are not enough: a child then also needs the variables and the socket of this
+    /// process.
     pub fn variables(&self) -> Vec<(String, String)> {
         let mut variables = vec![(JOB_ID, self.job_id.clone()), (RESTART_COUNT, self.restart_count.to_string())];
         let (host, port) = (self.meeting.host(), self.meeting.port());
@@ -227,7 +230,7 @@ impl LaunchEnv {
         };
         variables.push((STORE, store.to_owned()));
         match &self.meeting {
-            // The plain variables cannot name it.
+            // `MASTER_ADDR` and `MASTER_PORT` cannot name a local socket.
             Meeting::Local { name } => variables.push((MASTER, format!("{}{name}", LOCAL))),
             Meeting::Pmi { .. } => {}
             _ => variables.extend([

@@ -1,4 +1,5 @@
-//! Names of the variables that are read one by one; those of rank and world size are in the rows of `launchers`.
+//! Names of the variables that are read one by one. The names of the rank and world size variables of each launcher are
+//! in `launchers`.
 
 pub(super) const RESTART_COUNT: &str = "BURN_DDP_RESTART_COUNT";
 pub(super) const SECRET_FILE: &str = "BURN_DDP_SECRET_FILE";

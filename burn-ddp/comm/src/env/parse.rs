@@ -1,4 +1,4 @@
-//! Values of single variables.
+//! Parsers of the values of single variables.
 
 use crate::{Error, Result};
 

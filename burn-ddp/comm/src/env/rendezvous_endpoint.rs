@@ -1,4 +1,4 @@
-//! Meeting points of the ranks, by launcher.
+//! Meeting point of the ranks (the store's host and address), as each launcher's variables give it.
 
 use super::launchers::{Identity, Launcher};
 use super::names::*;
@@ -7,13 +7,13 @@ use super::slurm_lists;
 use crate::net::bind_and_connect;
 use crate::{Error, Result};
 
-/// Number of ports above torchrun's that rank 0 may choose from.
+/// Number of ports above the given one, which is torchrun's own, that rank 0 may choose from.
 pub(crate) const PORTS_ABOVE: u16 = 64;
 /// Prefix of `BURN_DDP_MASTER` that names a local socket.
 pub(super) const LOCAL: &str = "local:";
-/// Bytes of the program's name that a job id has at most.
+/// Most bytes of the program's name in a job id.
 const PROGRAM_CAP: usize = 100;
-/// Ports of Slurm jobs, by job and step: below those that systems hand out by themselves.
+/// Ports for Slurm jobs, chosen by job and step: below the ephemeral ports of most systems.
 const SLURM_PORTS: std::ops::Range<u64> = 20_000..32_000;
 
 /// Meeting point of the ranks: the host of the store and its address, which `Display` shows.
@@ -37,20 +37,20 @@ pub enum Meeting {
     Rank0Above {
         /// Name or address of rank 0's machine.
         host: String,
-        /// The port below those that are searched.
+        /// The port above which rank 0 looks for a free one.
         port: u16,
     },
     /// All ranks run on one machine, as one user: rank 0 hosts the store on a local socket that no other user can serve
     /// or reach, so no secret is needed.
     Local {
-        /// Name of the socket, which no other job of this user has.
+        /// Name of the socket, different from that of any other job of this user.
         name: String,
     },
     /// MPICH's process manager gives the ranks the meeting point and the secret.
     Pmi {
-        /// Number of this process's socket to it.
+        /// Descriptor of this process's socket to the process manager.
         fd: i32,
-        /// Name or address of this machine, as the others know it.
+        /// Name or address of this machine, as other machines know it.
         host: String,
     },
 }
@@ -69,7 +69,7 @@ impl std::fmt::Display for Meeting {
 }
 
 impl Meeting {
-    /// Name or address of the machine to meet on; "localhost" for local meetings.
+    /// Name or address of the store's machine; "localhost" for [`Local`](Self::Local) and [`Pmi`](Self::Pmi).
     pub fn host(&self) -> &str {
         match self {
             Self::Launcher { host, .. } | Self::Rank0 { host, .. } | Self::Rank0Above { host, .. } => host,
@@ -77,7 +77,7 @@ impl Meeting {
         }
     }
 
-    /// The port, as the variables give it; 0 if the meeting has none.
+    /// The port, as the variables give it; 0 if the meeting point has no port.
     pub fn port(&self) -> u16 {
         match self {
             Self::Launcher { port, .. } | Self::Rank0 { port, .. } | Self::Rank0Above { port, .. } => *port,
@@ -86,11 +86,11 @@ impl Meeting {
     }
 }
 
-/// Meeting and id of a job, as its launcher says.
+/// Meeting point and id of a job, from its launcher's variables.
 pub(super) struct JobMeeting {
     pub(super) meeting: Meeting,
     pub(super) job_id: String,
-    /// True if other jobs of this user may have the same id, since it was not chosen.
+    /// True if neither user nor launcher chose the id, so that other jobs of this user may have the same.
     is_default_id: bool,
     /// Name of the launcher.
     pub(super) launcher: &'static str,
@@ -117,7 +117,7 @@ impl JobMeeting {
         {
             *name = format!("{}, {}, restart {restarts}", job.launcher, job.job_id);
         }
-        // Another job at the same place is met, and told apart.
+        // Two jobs that use one port by mistake meet; the program's name makes their ids differ.
         if job.is_default_id && chosen.is_none() {
             job.job_id = format!("{}, program {}", job.job_id, program());
         }
@@ -129,12 +129,12 @@ impl JobMeeting {
 fn program() -> String {
     let path = std::env::current_exe().unwrap_or_default();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    // Linux adds that to the name of a file that was replaced while it runs.
+    // Linux appends this if the program's file was replaced while it runs.
     let name = name.trim_end_matches(" (deleted)");
     name[..name.floor_char_boundary(PROGRAM_CAP)].to_owned()
 }
 
-/// Meeting on this machine, under a name that `find` makes.
+/// Meeting point on this machine; `find` fills in the name.
 fn here() -> Meeting {
     Meeting::Local { name: String::new() }
 }
@@ -191,11 +191,11 @@ fn plain(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let (host, port) = needed(plain_master(lookup)?, MASTER_ADDR)?;
     let local = local(me, &host, Launcher::Plain)?;
     let (launcher, job_id, is_default_id) = match lookup(RUN_ID) {
-        // Static torchrun jobs are all called "none"; the port tells them apart.
+        // torchrun without `--rdzv-id` calls every job "none"; the port makes the ids differ.
         Some(run) => ("torchrun", format!("{run}, port {port}"), run == "none"),
         None => ("variables", format!("port {port}"), true),
     };
-    // torchrun's own store has the port, even if the ranks do not ask for it.
+    // torchrun's own store listens on this port, although these ranks do not use that store.
     let taken = flag(AGENT_STORE, lookup)?;
     let meeting = match master(lookup)? {
         _ if on_one_machine(local, me) => here(),
@@ -210,7 +210,7 @@ fn open_mpi(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let local = needed(me.local, Launcher::OpenMpi.row().local_rank)?;
     let namespace = needed(text(PMIX_NAMESPACE, lookup), PMIX_NAMESPACE)?;
     let meeting = if on_one_machine(local, me) {
-        // Two jobs may have one namespace, but two running ones not one directory.
+        // Two jobs may have the same namespace, but two running jobs never have the same directory.
         let job = format!("{namespace} {}", lookup(PMIX_DIR).unwrap_or_default());
         Meeting::Local { name: format!("Open MPI, {}", job.trim()) }
     } else if let Some((host, port)) = set_by_user(lookup)? {
@@ -253,7 +253,8 @@ fn by_slurm(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
             ))
         })?;
         let ports = SLURM_PORTS.end - SLURM_PORTS.start;
-        // Jobs that run side by side have numbers near each other; rank 0 takes the first free port above this one.
+        // Multiplying spreads the neighbouring numbers of jobs that run at the same time. Rank 0 takes the first free
+        // port above this one.
         let port = SLURM_PORTS.start + job.wrapping_mul(67).wrapping_add(step.wrapping_mul(7)) % ports;
         Meeting::Rank0Above { host, port: port as u16 }
     };
@@ -265,7 +266,7 @@ fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Meeting point set by the user, under launchers that only set ranks.
+/// Address that the user has set, under launchers that set ranks but no meeting point.
 fn set_by_user(lookup: Lookup<'_>) -> Result<Option<(String, u16)>> {
     match master(lookup)? {
         Some(job) => Ok(Some(job)),
@@ -298,12 +299,12 @@ fn plain_master(lookup: Lookup<'_>) -> Result<Option<(String, u16)>> {
 
 fn a_port(name: &str, port: u16) -> Result<()> {
     if port == 0 {
-        return Err(Error::environment(format!("{name}: port 0 is no port that other ranks could find")));
+        return Err(Error::environment(format!("{name}: other ranks cannot find port 0; choose one from 1 to 65535")));
     }
     Ok(())
 }
 
-/// Rank on this machine and number of ranks there; may be left out where they are obvious.
+/// Rank on this machine and number of ranks there. The variables may be missing if all ranks must be on this machine.
 fn local(me: &Identity, host: &str, launcher: Launcher) -> Result<(usize, usize)> {
     let row = launcher.row();
     match me.local {

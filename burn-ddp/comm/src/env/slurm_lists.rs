@@ -1,10 +1,10 @@
-//! Lists in Slurm's notation.
+//! Parsers of lists in Slurm's notation.
 
 use super::names::SLURM_STEP;
 use super::parse::{Lookup, number};
 use crate::{Error, Result};
 
-/// First number of steps that are no `srun`, but the batch script, an interactive shell and the like.
+/// Smallest number of a step that `srun` did not start: the batch script, an interactive shell and the like.
 const FIRST_SPECIAL_STEP: u64 = 0xffff_fff0;
 
 /// True if `srun` started this process.
@@ -12,7 +12,7 @@ pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
     match number::<u64>(SLURM_STEP, lookup) {
         Ok(Some(step)) => step < FIRST_SPECIAL_STEP,
         Ok(None) => false,
-        Err(_) => true, // and shown as what it is when it is read
+        Err(_) => true, // the parse error is returned when the rank's variables are read
     }
 }
 

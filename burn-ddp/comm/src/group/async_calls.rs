@@ -1,4 +1,4 @@
-//! Collectives that are started and waited for later.
+//! The `_async` collectives: a call starts one, and the caller waits for its result later.
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -11,13 +11,16 @@ use crate::call::call_arguments::{Caller, Site};
 use crate::dtype::Element;
 use crate::{Error, ReduceOp, Result};
 
-/// The collectives of the same names, started and not waited for.
+/// The collectives of the same names without `_async`, started and not waited for. None of them blocks: each returns a
+/// [`Pending`], whose [`wait`](Pending::wait) yields the result or the error. All ranks make each call, with the
+/// arguments of the blocking collective and at its cost; one rank may make the `_async` call while another makes the
+/// blocking one.
 ///
-/// They are done by a thread of the group, in the order in which they were started; blocking calls on the group come
-/// after what was started before them. Their deadlines count from when their turn comes. Transfers between two ranks
-/// have no such form: their order is that of the program on both.
+/// A thread of the group runs them in the order in which they were started; a blocking call on the group runs after the
+/// `_async` calls that were started before it. The deadline of each counts from when its turn comes. Transfers between
+/// two ranks have no `_async` form: both ranks must make them in the order of their programs.
 impl ProcessGroup {
-    /// [`barrier`](Self::barrier).
+    /// Starts a [`barrier`](Self::barrier).
     ///
     /// # Example
     ///
@@ -27,7 +30,7 @@ impl ProcessGroup {
         self.start(Location::caller(), |calls, caller| calls.barrier(caller))
     }
 
-    /// [`all_reduce`](Self::all_reduce); yields the reduction.
+    /// Starts an [`all_reduce`](Self::all_reduce); yields the reduction.
     ///
     /// # Example
     ///
@@ -40,7 +43,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`all_reduce_weighted`](Self::all_reduce_weighted); yields the average.
+    /// Starts an [`all_reduce_weighted`](Self::all_reduce_weighted); yields the average.
     ///
     /// # Example
     ///
@@ -53,7 +56,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`reduce`](Self::reduce); yields the reduction on the root, and on the others what they passed.
+    /// Starts a [`reduce`](Self::reduce); yields the reduction on the root, and on the other ranks their own buffer.
     ///
     /// # Example
     ///
@@ -66,7 +69,8 @@ impl ProcessGroup {
         })
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) of an input that is `[world, n]`; yields this rank's row, `[n]`.
+    /// Starts a [`reduce_scatter`](Self::reduce_scatter) of an input of `[world, n]`; yields the reduction of this
+    /// rank's row, `[n]`.
     ///
     /// # Example
     ///
@@ -80,7 +84,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`broadcast`](Self::broadcast); yields the root's buffer.
+    /// Starts a [`broadcast`](Self::broadcast); yields the root's elements.
     ///
     /// # Example
     ///
@@ -93,7 +97,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`all_gather`](Self::all_gather); yields `[world, n]`.
+    /// Starts an [`all_gather`](Self::all_gather) of `n` elements per rank; yields `[world, n]`.
     ///
     /// # Example
     ///
@@ -107,7 +111,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`gather`](Self::gather); yields `[world, n]` on the root.
+    /// Starts a [`gather`](Self::gather) of `n` elements per rank; yields `[world, n]` on the root, else `None`.
     ///
     /// # Example
     ///
@@ -117,7 +121,7 @@ impl ProcessGroup {
         self.start(Location::caller(), move |calls, caller| calls.gather_elements(caller, &input, root))
     }
 
-    /// [`scatter`](Self::scatter) of rows of `n` elements; yields this rank's.
+    /// Starts a [`scatter`](Self::scatter) of rows of `n` elements; yields this rank's row.
     ///
     /// # Example
     ///
@@ -132,7 +136,7 @@ impl ProcessGroup {
         })
     }
 
-    /// [`all_to_all`](Self::all_to_all); yields as much as was passed.
+    /// Starts an [`all_to_all`](Self::all_to_all); yields the received rows, `[world, n]` like the input.
     ///
     /// # Example
     ///
@@ -156,15 +160,15 @@ impl ProcessGroup {
         let calls = Working(self.calls.clone());
         let job = move |queue: &CallQueue| {
             let result = call(&calls.0, caller);
-            // Before the result is known: a caller that then drops the group drops the last reference to it.
+            // Before the result is set: if the caller then drops the group, its reference must be the last one.
             drop(calls);
             promise.keep(result);
             queue.done();
         };
         let name = || format!("ddp {}", GroupId(self.id()));
         let Err(error) = self.queue.add(name, Box::new(job)) else { return result };
-        // The other ranks wait for the call.
-        let message = format!("it cannot have a thread for a collective that is not waited for: {error}");
+        // The other ranks would wait for this call.
+        let message = format!("it cannot start the thread for `_async` collectives: {error}");
         self.calls.member.seat.membership.fail_self(message.clone());
         let (result, promise) = pending(self.queue.worker());
         promise.keep(Err(Error::Environment { message }));
@@ -172,7 +176,8 @@ impl ProcessGroup {
     }
 }
 
-/// The group, while its thread works for it: a panic there ends the world as one of the rank's other threads would.
+/// The group, as its thread holds it for a call: a panic of that thread ends the world, like a panic of any other
+/// thread that holds the group.
 struct Working(Arc<CallPath>);
 
 impl Drop for Working {

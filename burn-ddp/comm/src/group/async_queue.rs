@@ -1,4 +1,4 @@
-//! Calls of a group that were started and not waited for. One thread, started with the first, does them in their order.
+//! Queue of a group's `_async` calls. One thread, which the first call starts, runs them in order.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,12 +8,13 @@ use std::{io, thread};
 use crate::call::CallingThread;
 use crate::poison_free_locks::{lock, wait};
 
-/// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
+/// A call to run. Once it has delivered its result, it calls [`done`](CallQueue::done).
 pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
 
-/// Owned by the group, by its thread, and by nothing that a call needs: a group without calls goes when it is dropped.
+/// The group and its thread own the queue. The queue does not own the group, so a dropped group is freed once it has no
+/// calls left.
 pub(super) struct CallQueue {
-    /// The thread, which may be yet to start.
+    /// The thread that runs the jobs; it may not have started yet.
     worker: CallingThread,
     /// True if jobs are waiting or under way. Written under the lock, read by every blocking call.
     busy: AtomicBool,
@@ -25,14 +26,14 @@ pub(super) struct CallQueue {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// Number of jobs ever added, and of those done.
+    /// Number of jobs ever added, and number of jobs done.
     added: u64,
     done: u64,
-    /// The thread that added the last one.
+    /// The thread that added the last job.
     submitter: Option<CallingThread>,
-    /// True if there is a thread; it may have ended by a panic.
+    /// True while the thread exists; a panic may have ended an earlier one.
     running: bool,
-    /// True if no more jobs come.
+    /// True once no more jobs will be added.
     closed: bool,
 }
 
@@ -44,15 +45,15 @@ impl Default for CallQueue {
 }
 
 impl CallQueue {
-    /// The thread that does the jobs.
+    /// The thread that runs the jobs.
     pub(super) fn worker(&self) -> &CallingThread {
         &self.worker
     }
 
-    /// Adds `job` behind those before it.
+    /// Adds `job` at the end of the queue.
     ///
     /// # Errors
-    /// If there can be no thread; then the job is dropped.
+    /// If the thread cannot be started; the job is then dropped.
     pub(super) fn add(self: &Arc<CallQueue>, name: impl FnOnce() -> String, job: Job) -> io::Result<()> {
         let mut jobs = lock(&self.jobs);
         if !jobs.running {
@@ -68,7 +69,7 @@ impl CallQueue {
         Ok(())
     }
 
-    /// Waits until all jobs that were added before are done. Each of them has its deadline.
+    /// Waits until all jobs that were added before are done. Each job is a call with a deadline of its own.
     #[inline]
     pub(super) fn settle(&self) {
         if self.busy.load(Ordering::Acquire) {
@@ -87,13 +88,13 @@ impl CallQueue {
         });
     }
 
-    /// No more jobs come; those that are there are done. Does not block.
+    /// Ends the queue: jobs that were added still run, then the thread ends. Does not block.
     pub(super) fn close(&self) {
         lock(&self.jobs).closed = true;
         self.changed.notify_all();
     }
 
-    /// The job under way is done.
+    /// Notes that the job under way is done.
     pub(super) fn done(&self) {
         let mut jobs = lock(&self.jobs);
         jobs.done += 1;
@@ -119,7 +120,7 @@ impl CallQueue {
             if jobs.closed {
                 return None;
             }
-            // It stands for the thread that submits.
+            // While idle, this thread counts as waiting for the thread that submits: see `CallingThread`.
             jobs = match jobs.submitter.clone() {
                 Some(submitter) => submitter.awaited(|| wait(&self.changed, jobs)),
                 None => wait(&self.changed, jobs),
@@ -128,8 +129,8 @@ impl CallQueue {
     }
 }
 
-/// The thread of a queue. If it ends by a panic the jobs that are left are dropped, which breaks
-/// their promises.
+/// Held by the thread of a queue. If a panic ends the thread, the drop discards the jobs that are left, and each
+/// waiting [`Pending`](super::Pending) gets an error.
 struct Running(Arc<CallQueue>);
 
 impl Drop for Running {
@@ -201,7 +202,7 @@ mod tests {
         go.send(()).unwrap();
         queue.settle();
         assert!(told.recv_timeout(PATIENCE).is_err(), "the job was dropped");
-        // The next one has a thread again.
+        // The next job starts a new thread.
         let (tell, told) = mpsc::channel();
         add(&queue, move || tell.send(()).unwrap());
         assert!(told.recv_timeout(PATIENCE).is_ok());

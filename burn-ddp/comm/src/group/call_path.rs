@@ -1,4 +1,4 @@
-//! The way of every call of a group: it waits for its turn, is recorded, and goes to the engine.
+//! The path of every call of a group: it waits for its turn, is recorded, and goes to the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -16,7 +16,7 @@ use crate::poison_free_locks::lock;
 use crate::timeline::Fact;
 use crate::world_member::Member;
 
-/// One rank's side of a group, as the threads that call on it share it.
+/// One rank's side of a group, shared by all threads that make calls on it.
 pub(crate) struct CallPath {
     pub(crate) member: Arc<Member>,
     /// The number of the group in its world.
@@ -26,34 +26,34 @@ pub(crate) struct CallPath {
     pub(crate) members: Arc<Members>,
     /// Name of the engine.
     pub(crate) engine: &'static str,
-    /// The calls so far; written by the thread whose turn it is.
+    /// Log of the last calls; written by the thread whose turn it is.
     log: Arc<Log>,
-    /// True if the timeline shows its calls.
+    /// True if the timeline shows the group's calls.
     shown: AtomicBool,
-    /// Time that its calls have taken so far, in ticks. Written by the thread whose turn it is.
+    /// Time that the group's calls have taken so far, in ticks. Written by the thread whose turn it is.
     ticks_in_calls: AtomicU64,
-    /// Locked for the whole of a call: the next one waits.
+    /// Locked for the whole of a call, so that the next call waits.
     turn: Mutex<Turn>,
 }
 
 struct Turn {
     engine: Box<dyn Engine>,
-    /// The call under way, or the last one: what is the same in all of them stays.
+    /// The call under way, or the last one. Reused, since many of its fields are the same in all calls.
     call: Call,
-    /// The number of the next call. Calls that are refused count too: so a rank that was refused what others were not
-    /// is noticed at its next call.
+    /// The number of the next call. Refused calls count too: if only some ranks refuse a call, the sequence numbers
+    /// differ at the next call, and the ranks notice.
     sequence: u64,
-    /// By group rank, the number of the next call with that rank alone. Empty until the first.
+    /// By group rank, the number of the next call with that rank alone. Empty until the first such call.
     pair_sequences: Vec<u64>,
 }
 
-/// One direction of a call between two ranks: the peer's group rank, and the bytes.
+/// Sending half of a call between two ranks: the peer's group rank, and the bytes.
 pub(crate) type Outbound<'a> = (usize, &'a [u8]);
-/// See [`Outbound`].
+/// Receiving half of a call between two ranks: the peer's group rank, and room for the bytes.
 pub(crate) type Inbound<'a> = (usize, &'a mut [u8]);
 
 impl CallPath {
-    /// The group that `call` made.
+    /// The group that the call `call` has opened.
     pub(crate) fn new(
         member: Arc<Member>,
         rank: usize,
@@ -70,7 +70,7 @@ impl CallPath {
         path
     }
 
-    /// The timeline does not show its calls.
+    /// Hides the group's calls from the timeline.
     pub(crate) fn hide(&self) {
         self.shown.store(false, Ordering::Relaxed);
     }
@@ -93,7 +93,7 @@ impl CallPath {
         }
     }
 
-    /// Does one call when its turn has come.
+    /// Runs one call when its turn has come.
     pub(crate) fn call<R>(
         &self,
         request: Request,
@@ -101,7 +101,7 @@ impl CallPath {
     ) -> Result<R> {
         let mut turn = self.turn();
         let Turn { engine, call, sequence, .. } = &mut *turn;
-        // In place, field by field: every call passes here.
+        // In place, field by field, which is cheaper than a new `Call`: every call passes here.
         let CallInfo { collective, reduce, dtype, len_elems, root, tag, group: _, sequence: number, site, step } =
             &mut call.info;
         *collective = request.collective;
@@ -142,7 +142,7 @@ impl CallPath {
         result
     }
 
-    /// A transfer to one rank and from one, at least one of both.
+    /// A transfer: sends to one rank, receives from one rank, or both.
     pub(crate) fn transfer(
         &self,
         caller: Caller,
@@ -197,14 +197,14 @@ impl CallPath {
                 (Some((to, out)), Some((from, room))) if to == self.rank && from == self.rank => {
                     if out.len() != room.len() {
                         let (out, room) = (elements(out.len()), elements(room.len()));
-                        return refuse(format!("{out} elements to this rank itself, with room for {room}"));
+                        return refuse(format!("this rank sends {out} elements to itself, but has room for {room}"));
                     }
                     room.copy_from_slice(out);
                     Ok(())
                 }
                 _ if [to, from].contains(&Some(self.rank)) => {
                     let rank = self.member.seat.rank;
-                    refuse(format!("rank {rank} can only send_recv with itself, as both to and from"))
+                    refuse(format!("rank {rank} can transfer to itself only by a send_recv to and from itself"))
                 }
                 (send, receive) => {
                     let send = send.map(|(peer, payload)| Outgoing { peer, payload });
@@ -215,8 +215,8 @@ impl CallPath {
         })
     }
 
-    /// Closes what peers see of this group, since the rank has left the world: at once, or after the call that another
-    /// thread is in. Does not block.
+    /// Closes the engine's side towards the peers, since this rank has left the world: at once, or after the call that
+    /// another thread is in. Does not block.
     pub(crate) fn leave(self: Arc<Self>) {
         if let Ok(mut turn) = self.turn.try_lock() {
             return turn.engine.leave();
@@ -224,7 +224,7 @@ impl CallPath {
         let rank = self.member.seat.rank;
         let waiting = thread::Builder::new().name(format!("burn-ddp rank {rank} leaves"));
         if let Err(error) = waiting.spawn(move || self.turn().engine.leave()) {
-            tracing::warn!(rank, %error, "no thread to close a group: its peers may wait for this rank");
+            tracing::warn!(rank, %error, "cannot start a thread that closes a group: its peers may wait in vain");
         }
     }
 
@@ -241,7 +241,8 @@ impl CallPath {
     }
 }
 
-/// Keeps the record of the calls. Ends the world if the rank panics: the peers would wait for this group in vain.
+/// Closes the group's log, whose calls stay in the history. Ends the world if this thread is panicking: the peers would
+/// wait for this group in vain.
 impl Drop for CallPath {
     fn drop(&mut self) {
         self.member.fail_if_panicking();

@@ -1,5 +1,5 @@
-//! Checks each collective's arguments on this rank, inside the call's turn (a refused call is counted and recorded),
-//! then hands it to the engine.
+//! Checks each collective's arguments on this rank, then hands the call to the engine. The checks run inside the call's
+//! turn, so a refused call is counted and recorded, too.
 
 use super::CallPath;
 use crate::call::Collective;
@@ -49,7 +49,7 @@ impl CallPath {
     }
 
     pub(crate) fn shared_buffers(&self, caller: Caller, lens_bytes: &[usize]) -> Result<Vec<SharedBuffer>> {
-        // Lists of different lengths in bytes are different, even if they need as much memory.
+        // Ranks compare the tag: lists with the same sum of lengths must not pass for the same list.
         let tag = lens_bytes.iter().fold(lens_bytes.len() as u64, |hash, len| {
             (hash ^ *len as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)
         });
@@ -92,7 +92,7 @@ impl CallPath {
         })
     }
 
-    /// Without an `op`: to the mean, in which this rank has the weight `weight`.
+    /// Without an `op`, the reduction is the weighted mean, in which this rank has the weight `weight`.
     pub(crate) fn all_reduce_on_device(
         &self,
         caller: Caller,
@@ -139,7 +139,7 @@ impl CallPath {
         })
     }
 
-    /// Ranks exchange their rows, and each reduces its own.
+    /// Unequal weights: row `j` of each rank goes to rank `j`, which reduces it.
     pub(crate) fn reduce_scatter_weighted(
         &self,
         caller: Caller,
@@ -194,7 +194,7 @@ impl CallPath {
         })
     }
 
-    /// The root passes `rows`.
+    /// Only the root passes `rows`.
     pub(crate) fn gather(
         &self,
         caller: Caller,
@@ -244,10 +244,10 @@ impl CallPath {
             if self.rank != root {
                 return engine.scatter(call, None, output, root);
             }
-            // The others do not see what the root passes, and wait for it.
+            // Only the root sees its input: the other ranks would wait for it, so a fault must end the world.
             let fault = |why: String| self.member.seat.membership.own_error(format!("scatter, as its root: {why}"));
             let Some(input) = input else {
-                return Err(fault("it passed None, and must pass the rows of all ranks".to_string()));
+                return Err(fault("it passed None, but must pass the rows of all ranks".to_string()));
             };
             check_rows("an input", dtype, input.len(), self.size(), output.len()).map_err(|e| fault(e.to_string()))?;
             let rows: Vec<&[u8]> = (0..self.size()).map(|nth| &input[nth * output.len()..][..output.len()]).collect();
@@ -271,7 +271,7 @@ impl CallPath {
         })
     }
 
-    /// `rows` as one row of `len` bytes per rank. Rows of no bytes still are rows.
+    /// `rows` as one row of `len` bytes per rank, also if `len` is 0.
     fn rows_mut<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
         let mut rest = rows;
         let mut outputs = Vec::with_capacity(self.size());
@@ -284,8 +284,8 @@ impl CallPath {
     }
 }
 
-/// Digest of the ranks' weights, compared as a part of the tag. Keeps clear of the ends of the tag, by which callers
-/// tell their calls apart.
+/// Digest of the ranks' weights, compared as a part of the tag. Its lowest and highest bits are 0, since callers tell
+/// their calls apart by these bits of the tag.
 fn digest_of(weights: &[f64]) -> u64 {
     let mixed = weights.iter().fold(weights.len() as u64, |hash, weight| {
         (hash ^ weight.to_bits()).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)

@@ -11,8 +11,8 @@ use crate::{DType, Result};
 impl ProcessGroup {
     /// Copies the root's buffer to all ranks.
     ///
-    /// Each rank passes a buffer of the same length; afterwards each holds the root's. The root sends its buffer once
-    /// to each rank; one step.
+    /// Each rank passes a buffer of the same length; afterwards each buffer holds the root's elements. Blocks. Costs
+    /// one step, in which the root sends its buffer to each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
@@ -39,7 +39,7 @@ impl ProcessGroup {
     /// [`broadcast`](Self::broadcast) on the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`broadcast`](Self::broadcast); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`broadcast`](Self::broadcast); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -52,8 +52,8 @@ impl ProcessGroup {
 
     /// Collects all ranks' buffers on every rank.
     ///
-    /// Each rank passes `n` elements and gets `[world, n]`: row `r` is from rank `r`. Each rank sends its buffer once
-    /// to each other; one step.
+    /// Each rank passes `n` elements and gets `[world, n]`, where row `r` is from rank `r`. Blocks. Costs one step, in
+    /// which each rank sends its buffer to each other rank.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -80,7 +80,7 @@ impl ProcessGroup {
     /// [`all_gather`](Self::all_gather) on the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element.
+    /// Those of all collectives; [`Error::InvalidArgument`] if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -97,8 +97,8 @@ impl ProcessGroup {
     /// compared between ranks like the other arguments.
     ///
     /// # Errors
-    /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element, or lengths that do not fit
-    /// together.
+    /// Those of all collectives; [`Error::InvalidArgument`] if the bytes are not whole elements, or `rows` is not
+    /// `world` times as long as `input`.
     ///
     /// # Example
     ///
@@ -111,8 +111,8 @@ impl ProcessGroup {
 
     /// Collects all ranks' buffers on one rank.
     ///
-    /// Each rank passes `n` elements; the root gets `[world, n]`, where row `r` is from rank `r`, the others `None`.
-    /// Each rank sends its buffer once; one step.
+    /// Each rank passes `n` elements; the root gets `[world, n]`, where row `r` is from rank `r`, and the other ranks
+    /// get `None`. Blocks. Costs one step, in which each rank sends its buffer to the root.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
@@ -138,7 +138,7 @@ impl ProcessGroup {
     /// [`gather`](Self::gather) on the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`gather`](Self::gather); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`gather`](Self::gather); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -153,12 +153,14 @@ impl ProcessGroup {
 
     /// Gives each rank a row of the root's buffer.
     ///
-    /// The root passes `[world, n]` and each rank room for `n`; afterwards rank `r` holds row `r`. What others than the
-    /// root pass as input is not looked at. The root sends each row once; one step.
+    /// The root passes an input of `[world, n]` elements, and each rank an output of `n`; afterwards the output of rank
+    /// `r` holds row `r`. The input of other ranks than the root is ignored. Blocks. Costs one step, in which the root
+    /// sends one row to each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
-    /// [`Error::PeerFailed`] of the root, on all ranks, if it passes no input or the lengths do not fit together.
+    /// [`Error::PeerFailed`] of the root, on all ranks and ending the world, if the root passes no input or its input
+    /// is not `world` times as long as its output.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -183,7 +185,7 @@ impl ProcessGroup {
     /// [`scatter`](Self::scatter) on the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`scatter`](Self::scatter); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`scatter`](Self::scatter); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -195,12 +197,12 @@ impl ProcessGroup {
 
     /// Gives each rank a row of every rank's buffer.
     ///
-    /// Each rank passes `[world, n]` and room for as much; afterwards row `r` of rank `j` is what was row `j` of rank
-    /// `r`. Each rank sends one row to each other; one step.
+    /// Each rank passes an input and an output of `[world, n]` elements; afterwards row `r` of rank `j`'s output is row
+    /// `j` of rank `r`'s input. Blocks. Costs one step, in which each rank sends one row to each other rank.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the lengths are not
-    /// alike or not a whole number of rows.
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if input and output differ
+    /// in length, or if the length is not a whole number of rows.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -225,7 +227,7 @@ impl ProcessGroup {
     /// [`all_to_all`](Self::all_to_all) on the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`all_to_all`](Self::all_to_all); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`all_to_all`](Self::all_to_all); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///

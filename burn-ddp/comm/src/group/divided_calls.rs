@@ -12,23 +12,24 @@ use crate::{DType, ReduceOp, Result};
 /// Reduction of a [`reduce_scatter_parts`](ProcessGroup::reduce_scatter_parts).
 #[derive(Clone, Debug, PartialEq)]
 pub enum PartReduction {
-    /// All ranks count alike.
+    /// This op, in which all ranks count alike.
     Op(ReduceOp),
-    /// The mean, with these weights of the ranks, as in [`all_reduce_weighted`](ProcessGroup::all_reduce_weighted).
+    /// The mean with these weights, one per rank, as in [`all_reduce_weighted`](ProcessGroup::all_reduce_weighted).
     Weighted(Vec<f64>),
 }
 
 impl ProcessGroup {
     /// Collects the parts of a divided tensor on every rank, as FSDP gathers parameters.
     ///
-    /// Each rank passes its part, the bytes [`division.bytes_of(rank)`](RowDivision::bytes_of) of the whole, and room
-    /// for [`division.padded_len_bytes()`](RowDivision::padded_len_bytes); afterwards the first
-    /// [`division.len_bytes()`](RowDivision::len_bytes) of it hold the whole. The division is the same on all ranks;
-    /// they compare the length of its parts and the `tag`. Each rank sends its part once to each other; one step.
+    /// Each rank passes its part, the bytes [`division.bytes_of(rank)`](RowDivision::bytes_of) of the whole tensor, and
+    /// `room` of [`division.padded_len_bytes()`](RowDivision::padded_len_bytes); afterwards the first
+    /// [`division.len_bytes()`](RowDivision::len_bytes) of `room` hold the whole tensor. The division is the same on
+    /// all ranks, which compare the length of its parts and the `tag`. Blocks. Costs one step, in which each rank sends
+    /// its part, padded to the longest, to each other rank.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`] for a division between another number of ranks or of parts
-    /// of elements, and for buffers of other lengths.
+    /// Those of all collectives. [`Error::InvalidArgument`] if the division is between another number of ranks, if its
+    /// rows are not whole elements, or if a buffer has another length than the division says.
     ///
     /// ```
     /// use burn_ddp_comm::{DType, RowDivision, World};
@@ -59,7 +60,7 @@ impl ProcessGroup {
         self.calls.all_gather_parts(caller, dtype, division, (part, room), tag)
     }
 
-    /// [`all_gather_parts`](Self::all_gather_parts), started and not waited for; yields the whole.
+    /// Starts an [`all_gather_parts`](Self::all_gather_parts) without blocking; yields the whole tensor.
     ///
     /// # Example
     ///
@@ -82,16 +83,18 @@ impl ProcessGroup {
 
     /// Reduces a divided tensor over all ranks and leaves each rank its part, as FSDP reduces gradients.
     ///
-    /// Each rank passes the whole, [`division.len_bytes()`](RowDivision::len_bytes), and gets the bytes
-    /// [`division.bytes_of(rank)`](RowDivision::bytes_of) of what an all-reduce would yield, the same bits where the
-    /// engine computes on the host. The division, the reduction and its weights are the same on all ranks; they compare
-    /// the length of the parts, the op or the weights, and the `tag`. Each rank sends one part to each other; one step.
-    /// Rows that do not divide evenly, and weights that are not equal, cost memory for a copy of the whole.
+    /// Each rank passes its whole tensor, of [`division.len_bytes()`](RowDivision::len_bytes), and gets the bytes
+    /// [`division.bytes_of(rank)`](RowDivision::bytes_of) of the all-reduced tensor, with the bits of an all-reduce
+    /// where the engine reduces in host memory. The division, the reduction and its weights are the same on all ranks,
+    /// which compare the length of the parts, the op or the weights, and the `tag`. Blocks. Costs one step, in which
+    /// each rank sends one part to each other rank. If the rows do not divide evenly, or the weights are not equal, it
+    /// also costs memory for a copy of the whole tensor.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`] for a division between another number of ranks or of parts
-    /// of elements, for a whole of another length, for an op that is not [defined](ReduceOp::supports) for the type,
-    /// and for weights that are not one per rank, finite, not negative, and not all 0.
+    /// Those of all collectives. [`Error::InvalidArgument`] if the division is between another number of ranks, if its
+    /// rows are not whole elements, if the tensor has another length than the division says, if the op is not
+    /// [defined](ReduceOp::supports) for the type, or unless there is one weight per rank, each finite and not
+    /// negative, and not all 0.
     ///
     /// ```
     /// use burn_ddp_comm::{DType, PartReduction, ReduceOp, RowDivision, World};
@@ -126,7 +129,7 @@ impl ProcessGroup {
         self.calls.reduce_scatter_parts(caller, dtype, division, whole, (reduction, tag))
     }
 
-    /// [`reduce_scatter_parts`](Self::reduce_scatter_parts), started and not waited for; yields this rank's part.
+    /// Starts a [`reduce_scatter_parts`](Self::reduce_scatter_parts) without blocking; yields this rank's part.
     ///
     /// # Example
     ///

@@ -1,4 +1,4 @@
-//! The collectives.
+//! Process groups and their collectives.
 
 use std::fmt;
 use std::panic::Location;
@@ -35,25 +35,31 @@ pub(crate) use self::objects::decode;
 pub use self::pending_result::Pending;
 pub use self::row_division::RowDivision;
 
-/// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and
-/// by [`split`](Self::split), of some.
+/// Ranks that run collectives together, in the same order. [`World::group`](crate::World::group) makes a group of all
+/// ranks, [`split`](Self::split) one of some ranks.
 ///
-/// A collective is called by all ranks, with the same arguments where they must agree; calls are compared, and a
-/// difference is an error on all ranks that shows both calls. Calls from several threads of a rank are done one after
-/// the other. All of them block until done, at most for [`WorldOptions::timeout`](crate::WorldOptions::timeout); those
-/// whose names end in `_async` return at once what can be [waited for](Pending).
+/// All ranks of the group call each collective, with the same operation, element type, length, root and tag. The ranks
+/// compare their calls; if two calls differ, every rank gets an error that shows both. Calls from several threads of a
+/// rank run one after the other. Each call blocks until it is done, at most for
+/// [`WorldOptions::timeout`](crate::WorldOptions::timeout) from when its turn has come. Methods whose names end in
+/// `_async` do not block: they return a [`Pending`] to wait for.
 ///
-/// Ranks are passed and returned by their place in the group; errors and reports show ranks of the world.
+/// Arguments and results name a rank by its place in the group; errors and reports show its rank in the world.
 ///
 /// # Errors
-/// Common to all collectives, and the end of the world unless said otherwise: [`Error::Mismatch`], [`Error::Timeout`],
-/// [`Error::PeerLost`], [`Error::PeerLeft`], [`Error::PeerFailed`], [`Error::OutOfStep`]. [`Error::InvalidArgument`]
-/// leaves the group usable. After an error buffers hold unspecified values.
+/// Every collective can return [`Error::Mismatch`], [`Error::Deadlock`], [`Error::Timeout`], [`Error::PeerLost`],
+/// [`Error::PeerLeft`], [`Error::PeerFailed`], [`Error::OutOfStep`] and [`Error::Protocol`]; these end the world.
+/// [`Error::InvalidArgument`] leaves the group usable. After an error buffers hold unspecified values.
+///
+/// # Cost
+/// Each collective states its cost on the engines `threads`, `tcp` and `mpi`: steps, which are exchanges of messages
+/// between ranks, and the bytes of elements in them. Each message also has a header of about 100 bytes. On `shm` ranks
+/// read each other's data in shared memory instead; on `shm+tcp` most collectives send fewer bytes between machines.
 ///
 /// # Numerics
-/// Reductions are a balanced binary tree over the ranks for each element, so results have the same bits on every rank,
-/// in every run, on every engine between hosts. f16, bf16 and f32 are accumulated in f32, f64 in f64, integers in their
-/// own width, wrapping. A mean is one division at the end, before the one rounding.
+/// Each element is reduced by a balanced binary tree over the ranks, so results have the same bits on every rank, in
+/// every run, and on every engine that reduces in host memory. f16, bf16 and f32 are accumulated in f32, f64 in f64,
+/// integers in their own width, wrapping. A mean divides once, at the end, before the result is rounded to its type.
 ///
 /// # Example
 ///
@@ -73,9 +79,9 @@ pub use self::row_division::RowDivision;
 /// ```
 pub struct ProcessGroup {
     calls: Arc<CallPath>,
-    /// Calls that were started and not waited for.
+    /// The `_async` calls that have not run yet, and the thread that runs them.
     queue: Arc<CallQueue>,
-    /// The line that errors show instead of the caller's.
+    /// The source line that errors show instead of the caller's; see [`attribute_to`](Self::attribute_to).
     site: Option<Site>,
 }
 
@@ -84,7 +90,7 @@ impl ProcessGroup {
         ProcessGroup { calls, queue: Arc::default(), site: None }
     }
 
-    /// Group rank of this rank.
+    /// This rank's place in the group, from 0: its group rank.
     pub fn rank(&self) -> usize {
         self.calls.rank
     }
@@ -104,14 +110,14 @@ impl ProcessGroup {
         self.calls.id
     }
 
-    /// Name of the engine that does its calls. Groups of some ranks may have another one than groups of all: `shm` on
-    /// one machine of several.
+    /// Name of the engine that runs this group's collectives. A sub-group may have another engine than a group of all
+    /// ranks: for example `shm` if its ranks are all on one of several machines.
     pub fn engine(&self) -> &'static str {
         self.calls.engine
     }
 
-    /// From now on errors and reports say that calls are "of the model wrapped at" `site`: for code that is called back
-    /// from a backward.
+    /// From now on errors and reports say that this group's calls are "of the model wrapped at" `site`, instead of
+    /// showing the line of each call: for calls from inside a backward, whose line is not in the user's program.
     ///
     /// ```
     /// # use burn_ddp_comm::{World, WorldOptions};
@@ -123,8 +129,8 @@ impl ProcessGroup {
         self.site = Some(on_behalf_of().unwrap_or(site));
     }
 
-    /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of
-    /// its own.
+    /// Hides the calls of this group from the [timeline](crate::timeline): for code that records them there under names
+    /// of its own.
     ///
     /// ```
     /// # use burn_ddp_comm::{World, WorldOptions};
@@ -141,12 +147,12 @@ impl ProcessGroup {
         self.calls.member.seat.membership.options().timeout
     }
 
-    /// Time that this rank has spent in calls of this group so far: mostly waiting for peers.
+    /// Time that this rank has spent in calls of this group so far, most of it waiting for peers.
     pub fn time_in_calls(&self) -> Duration {
         self.calls.time_in_calls()
     }
 
-    /// Waits until all ranks are here. One step, no bytes but the call itself.
+    /// Blocks until all ranks have called it. Carries no data. Costs one step, in which only headers travel.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -155,7 +161,7 @@ impl ProcessGroup {
     /// use burn_ddp_comm::{Error, WorldOptions, World};
     /// use std::time::Duration;
     ///
-    /// // Rank 1 never comes: rank 0 does not hang, and says who.
+    /// // Rank 1 makes no group: rank 0 does not hang, and its error names rank 1.
     /// let options = WorldOptions { timeout: Duration::from_millis(50), ..WorldOptions::default() };
     /// let worlds = World::threads(2, options);
     /// let error = worlds[0].group().unwrap_err();
@@ -166,7 +172,7 @@ impl ProcessGroup {
         self.calls.barrier(self.in_turn(Location::caller()))
     }
 
-    /// The origin of a blocking call, once the calls that were started before are done.
+    /// Waits until the `_async` calls that were started before are done; returns the origin of a blocking call.
     #[inline]
     pub(crate) fn in_turn(&self, site: Site) -> Caller {
         self.queue.settle();
@@ -182,7 +188,8 @@ impl ProcessGroup {
     }
 }
 
-/// Leaves started calls to be done. Ends the world if the rank panics: the peers would wait for this group in vain.
+/// `_async` calls that were started are still done. Ends the world if this thread is panicking: the peers would wait
+/// for this group in vain.
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         self.calls.member.fail_if_panicking();

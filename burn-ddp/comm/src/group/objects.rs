@@ -1,4 +1,4 @@
-//! Collectives on any serde value. Sizes travel first, then the bytes.
+//! Collectives on any serde value. The encoded sizes travel first, then the encoded bytes.
 
 use std::panic::Location;
 
@@ -11,21 +11,23 @@ use crate::call::{Call, Collective};
 use crate::engine::Engine;
 use crate::{Error, Result};
 
-/// Largest size of a value that travels, in bytes of its encoded form.
+/// Largest value that a collective carries, in bytes of its encoded form.
 pub const MAX_OBJECT_BYTES: u64 = 256 * 1024 * 1024;
 
-/// Size of a rank that has no bytes to send.
+/// Stands for the size of a value on a rank that has no bytes to send.
 const NO_VALUE: u64 = u64::MAX;
 
 impl ProcessGroup {
     /// Copies the root's value to all ranks.
     ///
-    /// The root passes `Some`; what others pass is dropped. Each gets the root's value. Two steps; at most
-    /// [`MAX_OBJECT_BYTES`] encoded. All ranks use the same type.
+    /// The root passes `Some`; values that other ranks pass are dropped. Each rank gets the root's value. All ranks use
+    /// the same type; the encoded value has at most [`MAX_OBJECT_BYTES`]. Blocks. Costs two steps: each rank
+    /// sends 8 bytes, a size, to each other rank; then the root sends the encoded value to each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if the root
-    /// passed `None` or a value that cannot be encoded or is too large. [`Error::Object`] if the bytes are not a `V`.
+    /// passed `None` or a value that cannot be encoded or is too large. [`Error::Object`] if the bytes do not decode as
+    /// a `V`.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -63,12 +65,13 @@ impl ProcessGroup {
 
     /// Collects the values of all ranks on every rank.
     ///
-    /// Each rank passes a value; each gets those of all ranks, in rank order. Sizes may differ, up to
-    /// [`MAX_OBJECT_BYTES`] encoded. Two steps. All ranks use the same type.
+    /// Each rank passes a value; each gets the values of all ranks, in rank order. All ranks use the same type; encoded
+    /// sizes may differ, up to [`MAX_OBJECT_BYTES`] each. Blocks. Costs two steps: each rank sends 8 bytes, its size,
+    /// to each other rank; then it sends its encoded value to each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if a value
-    /// cannot be encoded or is too large. [`Error::Object`] if a peer's bytes are not a `V`.
+    /// cannot be encoded or is too large. [`Error::Object`] if a peer's bytes do not decode as a `V`.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -94,7 +97,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Sizes of all ranks' values in bytes. All ranks see the same sizes, so all refuse the same ones.
+    /// Encoded sizes of all ranks' values, in bytes. All ranks see the same sizes, so all refuse the call or none does.
     fn exchange_sizes(
         &self,
         engine: &mut dyn Engine,
@@ -112,7 +115,7 @@ impl ProcessGroup {
         };
         let why = match mine {
             Err(why) if rank == self.rank() => format!("has no value to send: {why}"),
-            _ if sizes[rank] == NO_VALUE => "has no value to send; it says why".to_string(),
+            _ if sizes[rank] == NO_VALUE => "has no value to send; that rank's error says why".to_string(),
             _ => format!("passed a value of {} bytes; at most {MAX_OBJECT_BYTES} travel", sizes[rank]),
         };
         let rank = self.ranks()[rank];

@@ -1,4 +1,4 @@
-//! The result of a call that was started and not waited for.
+//! The result of an `_async` call.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
@@ -7,12 +7,13 @@ use crate::call::CallingThread;
 use crate::poison_free_locks::{lock, wait};
 use crate::{Error, Result};
 
-/// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup)
-/// whose names end in `_async`.
+/// A collective that was started and runs on a thread of its group; made by the methods of
+/// [`ProcessGroup`](crate::ProcessGroup) whose names end in `_async`.
 ///
-/// It owns the buffers, and gives them back when it is [waited for](Self::wait). Dropping it does not stop the
-/// collective, which is still done in its turn, and does not block; what goes wrong then shows at the next call, unless
-/// it was a mere refusal. A process that ends does not wait for what is pending: wait for the handles first.
+/// It owns the buffers; [`wait`](Self::wait) gives them back. Dropping it does not block and does not stop the
+/// collective, which still runs in its turn. If it fails, the rank's next call returns the error, unless it was an
+/// [`Error::InvalidArgument`], which is only logged. A process that ends does not wait for pending collectives: wait
+/// for all handles first.
 ///
 /// ```
 /// use burn_ddp_comm::{ReduceOp, World};
@@ -22,7 +23,7 @@ use crate::{Error, Result};
 ///     let sums: Vec<_> = (0..4)
 ///         .map(|nth| group.all_reduce_async(vec![nth as f32; 1000], ReduceOp::Sum))
 ///         .collect();
-///     // Here is time for something else. A blocking call on the group comes after what was started before.
+///     // The program can compute here. A blocking call on the group runs after the `_async` calls before it.
 ///     group.barrier()?;
 ///     for (nth, sum) in sums.into_iter().enumerate() {
 ///         assert!(sum.is_done());
@@ -61,35 +62,35 @@ use crate::{Error, Result};
 #[must_use = "its buffers and its error come out of `wait`"]
 pub struct Pending<R> {
     outcome: Arc<Outcome<R>>,
-    /// The thread that does the collective.
+    /// The thread that runs the collective.
     worker: CallingThread,
 }
 
 struct Outcome<R> {
-    /// Set once by the promise, taken by `wait`.
+    /// Set once by the [`Promise`], taken by `wait`.
     result: Mutex<Option<Result<R>>>,
-    /// Notified when it is set.
+    /// Notified when the result is set.
     done: Condvar,
 }
 
-/// The other end of a [`Pending`]: keeps it, or breaks it when dropped.
+/// The other end of a [`Pending`]: sets its result, or sets an error when dropped without one.
 pub(super) struct Promise<R> {
     outcome: Arc<Outcome<R>>,
     kept: bool,
 }
 
-/// A result that will be there, and the duty of the thread `worker` to bring it.
+/// A result that the thread `worker` will set, and the end by which it does so.
 pub(super) fn pending<R>(worker: &CallingThread) -> (Pending<R>, Promise<R>) {
     let outcome = Arc::new(Outcome { result: Mutex::new(None), done: Condvar::new() });
     (Pending { outcome: outcome.clone(), worker: worker.clone() }, Promise { outcome, kept: false })
 }
 
 impl<R> Pending<R> {
-    /// Waits until the collective is done; at most for the deadlines of this one and of those that were started before
-    /// it.
+    /// Blocks until the collective is done, and returns the values that it yields: at most for the deadlines of this
+    /// collective and of those that were started before it. Adds no step and no bytes to the cost of the collective.
     ///
     /// # Errors
-    /// Those of the collective.
+    /// Those of the collective. [`Error::Internal`] if the thread that runs it has panicked.
     pub fn wait(self) -> Result<R> {
         let mut result = lock(&self.outcome.result);
         self.worker.awaited(|| {
@@ -102,7 +103,7 @@ impl<R> Pending<R> {
         })
     }
 
-    /// True if [`wait`](Self::wait) would return at once.
+    /// True if the collective is done, so that [`wait`](Self::wait) would return at once. Never blocks.
     pub fn is_done(&self) -> bool {
         lock(&self.outcome.result).is_some()
     }
@@ -115,21 +116,21 @@ impl<R> Promise<R> {
     }
 
     fn set(&self, result: Result<R>) {
-        // Only this end is left.
+        // Only this end is left: no `wait` will return the error.
         if let (1, Err(error)) = (Arc::strong_count(&self.outcome), &result) {
-            tracing::warn!(%error, "a collective whose handle was dropped failed");
+            tracing::warn!(%error, "an `_async` collective failed after its `Pending` was dropped");
         }
         *lock(&self.outcome.result) = Some(result);
         self.outcome.done.notify_all();
     }
 }
 
-/// Breaks the promise: the waiting thread gets an error.
+/// Without a result, gives the waiting thread an error.
 impl<R> Drop for Promise<R> {
     fn drop(&mut self) {
         if !self.kept {
             self.set(Err(Error::Internal {
-                message: "the thread of a pending collective ended before it".to_string(),
+                message: "the thread that runs `_async` collectives ended before this one was done".to_string(),
             }));
         }
     }

@@ -1,4 +1,4 @@
-//! Send and receive: calls of two ranks of a group.
+//! Send and receive: calls that only two ranks of a group make.
 
 use std::panic::Location;
 
@@ -11,14 +11,14 @@ use crate::{DType, Result};
 impl ProcessGroup {
     /// Sends a buffer to one other rank, which calls [`recv`](Self::recv).
     ///
-    /// Returns when the other has it. Only the two take part, and their calls are compared like those of a collective:
-    /// type and length must be alike, and between two ranks everything happens in one order, so that a `send` that
-    /// meets a collective, or another `send`, is an error that shows both calls; between machines that share memory
-    /// inside (`shm+tcp`) it may be one at the deadline.
+    /// Blocks until the other rank has the buffer. Only these two ranks take part, and they compare their calls like
+    /// those of a collective: type and length must be the same. Both ranks make their calls in the same order: a `send`
+    /// that meets a collective, or another `send`, is an error that shows both calls; on the engine `shm+tcp` this
+    /// error may come only at the deadline. Costs two steps: the buffer travels once, then the receiver confirms it.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if
-    /// there is no such rank or it is this one.
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if `to` is not a rank of
+    /// the group or is this rank.
     ///
     /// ```
     /// use burn_ddp_comm::{Error, World};
@@ -27,7 +27,7 @@ impl ProcessGroup {
     ///     let group = world.group()?;
     ///     match world.rank() {
     ///         0 => group.send(&[1.5, 2.5], 2)?,
-    ///         1 => {} // it is not concerned
+    ///         1 => {} // takes no part
     ///         _ => {
     ///             let mut x = [0.0; 2];
     ///             group.recv(&mut x, 0)?;
@@ -35,7 +35,7 @@ impl ProcessGroup {
     ///         }
     ///     }
     ///     group.barrier()?;
-    ///     // Two ranks that both send first do not wait for each other in vain.
+    ///     // Ranks 0 and 1 both send and none receives: they do not hang, but get an error.
     ///     if world.rank() < 2 { group.send(&[1_u8], 1 - world.rank()) } else { group.barrier() }
     /// });
     /// assert!(results.iter().all(|result| matches!(result, Err(Error::Mismatch { .. }))));
@@ -49,7 +49,7 @@ impl ProcessGroup {
     /// [`send`](Self::send) of the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`send`](Self::send); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`send`](Self::send); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -59,7 +59,10 @@ impl ProcessGroup {
         self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, buf)), None)
     }
 
-    /// Fills a buffer with what one other rank [sends](Self::send).
+    /// Fills a buffer with the elements that one other rank [sends](Self::send).
+    ///
+    /// Both ranks pass buffers of the same type and length; afterwards `buf` holds the elements of rank `from`. Blocks
+    /// until they have arrived. Costs what `send` costs: in the second step this rank sends its confirmation.
     ///
     /// # Errors
     /// Those of [`send`](Self::send).
@@ -86,7 +89,7 @@ impl ProcessGroup {
     /// [`recv`](Self::recv) of the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`recv`](Self::recv); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`recv`](Self::recv); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -98,9 +101,11 @@ impl ProcessGroup {
 
     /// Sends to one rank and receives from one, at the same time.
     ///
-    /// With two different ranks it fits to a [`send`](Self::send), a [`recv`](Self::recv) and a `send_recv` of theirs;
-    /// with one, that one calls `send_recv` too. A rank may pass itself as both: then it is a copy. Returns when all
-    /// has arrived.
+    /// If `to` and `from` are different ranks, rank `to` must [`recv`](Self::recv) from this rank and rank `from` must
+    /// [`send`](Self::send) to it; a `send_recv` of theirs with a third rank does that, too. If they are the same rank,
+    /// that rank calls `send_recv` with this one. A rank may pass itself as both: then `send` is copied to `receive`.
+    /// Afterwards `receive` holds the elements of rank `from`. Blocks until both buffers have arrived. Costs the two
+    /// steps of a `send` and those of a `recv` at the same time.
     ///
     /// # Errors
     /// Those of [`send`](Self::send).
@@ -127,8 +132,7 @@ impl ProcessGroup {
     /// [`send_recv`](Self::send_recv) of the bytes of `dtype` elements.
     ///
     /// # Errors
-    /// Those of [`send_recv`](Self::send_recv); [`Error::InvalidArgument`] also for a part of
-    /// an element.
+    /// Those of [`send_recv`](Self::send_recv); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///

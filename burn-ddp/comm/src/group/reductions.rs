@@ -11,8 +11,10 @@ use crate::{DType, ReduceOp, Result};
 impl ProcessGroup {
     /// Reduces a buffer over all ranks.
     ///
-    /// Each rank passes a buffer of the same length; afterwards each holds the reduction, the same bits everywhere.
-    /// Sends and receives about twice the buffer in two steps, small buffers in one.
+    /// Each rank passes a buffer of the same length; afterwards each buffer holds the reduction, with the same bits on
+    /// every rank. Blocks. Costs two steps, in which each rank sends and receives about twice its buffer. Where the
+    /// buffers of all ranks together have at most 64 KiB, it costs one step, in which each rank sends its buffer to
+    /// each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the op is not
@@ -46,7 +48,7 @@ impl ProcessGroup {
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
     /// # Errors
-    /// Those of [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -59,14 +61,15 @@ impl ProcessGroup {
 
     /// Averages a buffer over all ranks, each with its own weight: Σ wᵣxᵣ / Σ wᵣ.
     ///
-    /// Each rank passes a buffer of the same length and a weight that is finite and not negative; afterwards each holds
-    /// the average, the same bits everywhere. Equal weights give the bits of [`ReduceOp::Mean`]. A rank of weight 0
-    /// counts as absent, even if its buffer holds NaN. Costs what [`all_reduce`](Self::all_reduce) costs: every rank
-    /// sees all weights in the frames it gets anyway.
+    /// Each rank passes a buffer of the same length and a weight that is finite and not negative; afterwards each
+    /// buffer holds the average, with the same bits on every rank. Equal weights give the bits of [`ReduceOp::Mean`]. A
+    /// rank of weight 0 counts as absent, even if its buffer holds NaN. Blocks. Costs what
+    /// [`all_reduce`](Self::all_reduce) costs, since the weights travel in the headers; on `shm+tcp`, a large call
+    /// whose weights are not those of the last weighted call begins twice.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if a weight
-    /// cannot be used, all are 0, or the type is not a float.
+    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if a weight is
+    /// negative or not finite, all weights are 0, or the type is not a float.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -92,8 +95,8 @@ impl ProcessGroup {
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
     /// # Errors
-    /// Those of [`all_reduce_weighted`](Self::all_reduce_weighted); [`Error::InvalidArgument`] also for a part of an
-    /// element.
+    /// Those of [`all_reduce_weighted`](Self::all_reduce_weighted); [`Error::InvalidArgument`] also if the bytes are
+    /// not whole elements.
     ///
     /// # Example
     ///
@@ -104,11 +107,11 @@ impl ProcessGroup {
         self.calls.all_reduce_weighted(caller, dtype, buf, weight, tag)
     }
 
-    /// Reduces a buffer over all ranks, for one of them.
+    /// Reduces a buffer over all ranks; one rank, the root, gets the result.
     ///
-    /// Each rank passes a buffer of the same length; afterwards the root's holds the reduction, the same bits as
-    /// [`all_reduce`](Self::all_reduce), and the others' are as they were. Each rank sends about its buffer in two
-    /// steps, small buffers in one.
+    /// Each rank passes a buffer of the same length; afterwards the root's buffer holds the reduction, with the bits of
+    /// an [`all_reduce`](Self::all_reduce), and the other buffers are unchanged. Blocks. Costs two steps, in which each
+    /// rank sends about its buffer; one step if the buffers of all ranks together have at most 64 KiB.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce). [`Error::InvalidArgument`] also if there is no such root.
@@ -135,7 +138,7 @@ impl ProcessGroup {
     /// [`reduce`](Self::reduce) on the bytes of `dtype` elements, which need not be aligned.
     ///
     /// # Errors
-    /// Those of [`reduce`](Self::reduce); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`reduce`](Self::reduce); [`Error::InvalidArgument`] also if the bytes are not whole elements.
     ///
     /// # Example
     ///
@@ -147,8 +150,9 @@ impl ProcessGroup {
 
     /// Reduces a buffer over all ranks and leaves each rank a part of the result.
     ///
-    /// Each rank passes `[world, n]` and room for `n`; afterwards rank `r` holds the reduction of all ranks' rows `r`.
-    /// Each rank sends one row to each other; one step.
+    /// Each rank passes an input of `[world, n]` elements and an output of `n`; afterwards the output of rank `r` holds
+    /// the reduction of row `r` of all inputs. Blocks. Costs one step, in which each rank sends one row to each other
+    /// rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the op is not
@@ -176,7 +180,8 @@ impl ProcessGroup {
     /// [`reduce_scatter`](Self::reduce_scatter) on the bytes of `dtype` elements, which need not be aligned.
     ///
     /// # Errors
-    /// Those of [`reduce_scatter`](Self::reduce_scatter); [`Error::InvalidArgument`] also for a part of an element.
+    /// Those of [`reduce_scatter`](Self::reduce_scatter); [`Error::InvalidArgument`] also if the bytes are not whole
+    /// elements.
     ///
     /// # Example
     ///

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 /// Division of the rows of a tensor between the ranks of a group: each rank's part is a run of rows, in the order of
 /// the ranks. Where the rows do not divide evenly, the first ranks have one more.
 ///
-/// A call moves parts of one length: shorter ones are padded by one row.
+/// A call moves parts of equal length: shorter parts are padded by one row.
 ///
 /// ```
 /// use burn_ddp_comm::RowDivision;
@@ -22,7 +22,7 @@ use crate::dtype::DType;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowDivision {
-    /// Number of rows of the whole.
+    /// Number of rows of the whole tensor.
     pub rows: usize,
     /// Bytes of one row.
     pub row_bytes: usize,
@@ -31,25 +31,25 @@ pub struct RowDivision {
 }
 
 impl RowDivision {
-    /// Rows of one rank; at least one if there are as many rows as ranks.
+    /// Rows of one rank's part; at least one row if there are as many rows as ranks.
     pub fn rows_of(self, rank: usize) -> Range<usize> {
         let (each, more) = (self.rows / self.world_size, self.rows % self.world_size);
         let start = rank * each + rank.min(more);
         start..start + each + usize::from(rank < more)
     }
 
-    /// Place of one rank's part in the bytes of the whole.
+    /// Place of one rank's part in the bytes of the whole tensor.
     pub fn bytes_of(self, rank: usize) -> Range<usize> {
         let rows = self.rows_of(rank);
         rows.start * self.row_bytes..rows.end * self.row_bytes
     }
 
-    /// Bytes of the whole.
+    /// Bytes of the whole tensor.
     pub fn len_bytes(self) -> usize {
         self.rows * self.row_bytes
     }
 
-    /// Bytes of the parts of all ranks as a call moves them.
+    /// Bytes of the parts of all ranks, each padded to the longest, as a call moves them.
     pub fn padded_len_bytes(self) -> usize {
         self.part_bytes() * self.world_size
     }
@@ -64,7 +64,7 @@ impl RowDivision {
         self.rows_of(0).len() * self.row_bytes
     }
 
-    /// The parts of all ranks, padded, `[world, n]`, out of the whole.
+    /// Cuts the whole tensor into the padded parts of all ranks, `[world, n]`.
     pub(super) fn padded(self, whole: &[u8]) -> Vec<u8> {
         let mut parts = vec![0; self.padded_len_bytes()];
         for rank in 0..self.world_size {
@@ -74,7 +74,7 @@ impl RowDivision {
         parts
     }
 
-    /// Moves the whole to the front of the padded parts of all ranks.
+    /// Removes the padding between the parts of all ranks, so that `parts` begins with the whole tensor.
     pub(super) fn close_up(self, parts: &mut [u8]) {
         if self.is_even() {
             return;
@@ -85,15 +85,15 @@ impl RowDivision {
         }
     }
 
-    /// Checks that the division is one of whole elements between this many ranks, and that a buffer has the length that
-    /// is expected.
+    /// Checks that the division is between `ranks` ranks, that its rows are whole elements, and that a buffer has the
+    /// expected length.
     pub(super) fn check(self, dtype: DType, ranks: usize, (len_bytes, expected): (usize, usize)) -> Result<()> {
         if self.world_size != ranks {
-            refuse(format!("a division between {} ranks in a group of {ranks}", self.world_size))
+            refuse(format!("a RowDivision between {} ranks, but the group has {ranks}", self.world_size))
         } else if !self.row_bytes.is_multiple_of(dtype.size_bytes()) {
             refuse(format!("rows of {} bytes: not a whole number of {dtype} elements", self.row_bytes))
         } else if len_bytes != expected {
-            refuse(format!("a buffer of {len_bytes} bytes, where the division has {expected}"))
+            refuse(format!("a buffer of {len_bytes} bytes, but the RowDivision has {expected}"))
         } else {
             Ok(())
         }

@@ -1,4 +1,4 @@
-//! Reductions of buffers where they are.
+//! Reductions of buffers in the memory where they are: memory that ranks share, or a device's.
 
 use std::panic::Location;
 
@@ -7,8 +7,11 @@ use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl ProcessGroup {
-    /// Makes buffers of these lengths in bytes for [`all_reduce_shared`](Self::all_reduce_shared). All ranks ask for
-    /// the same.
+    /// Makes buffers of these lengths in bytes for [`all_reduce_shared`](Self::all_reduce_shared).
+    ///
+    /// All ranks pass the same lengths; each gets one buffer per length, in this order. Blocks. Costs a
+    /// [`barrier`](Self::barrier). Where ranks of one machine share memory (`shm`, `shm+tcp`), they also map a new
+    /// segment, which holds, per buffer, one input of each of these ranks and one result.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -37,10 +40,12 @@ impl ProcessGroup {
         self.calls.shared_buffers(self.in_turn(Location::caller()), lens_bytes)
     }
 
-    /// Reduces `dtype` elements in a buffer of [`shared_buffers`](Self::shared_buffers) over all ranks, where they are.
+    /// Reduces `dtype` elements in a buffer of [`shared_buffers`](Self::shared_buffers) over all ranks.
     ///
-    /// Each rank passes the buffer that it got in the same place of the same list; each gets a view of the same result.
-    /// On ranks of one machine nothing is copied. While a rank holds a view, reductions of that buffer cost a copy.
+    /// All ranks pass the buffer of the same index in the same list; each gets a view of the result. Blocks. Costs what
+    /// [`all_reduce`](Self::all_reduce) costs, except on `shm`: there rank `j` reduces slice `j` of all inputs into one
+    /// result, which all ranks read in place, so nothing is copied. While a rank holds a view of a buffer's last
+    /// result, the next reduction of that buffer costs a copy.
     ///
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
@@ -57,8 +62,8 @@ impl ProcessGroup {
         self.calls.all_reduce_shared(self.in_turn(Location::caller()), dtype, buffer, op, tag)
     }
 
-    /// [`all_reduce_weighted`](Self::all_reduce_weighted) on a buffer of [`shared_buffers`](Self::shared_buffers), like
-    /// [`all_reduce_shared`](Self::all_reduce_shared).
+    /// [`all_reduce_weighted`](Self::all_reduce_weighted) on a buffer of [`shared_buffers`](Self::shared_buffers);
+    /// buffer, view and cost as in [`all_reduce_shared`](Self::all_reduce_shared).
     ///
     /// # Errors
     /// Those of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
@@ -73,7 +78,11 @@ impl ProcessGroup {
         self.calls.all_reduce_weighted_shared(self.in_turn(Location::caller()), dtype, buffer, weight, tag)
     }
 
-    /// Reduces elements that are in a device's memory over all ranks, by an engine that reaches it.
+    /// Reduces elements in a device's memory over all ranks, on an engine that reaches that memory, such as NCCL.
+    ///
+    /// All ranks pass equally many elements of the same type. The engine defines where the result lies, and if it is
+    /// complete when the call returns: NCCL returns once the reduction is enqueued on the device. The engine also
+    /// determines the cost: NCCL exchanges the calls in host memory in one step, and the elements between the devices.
     ///
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
@@ -91,7 +100,7 @@ impl ProcessGroup {
     ///     OnDevice { dtype: DType::F32, len_elems: 4, place }
     /// }
     ///
-    /// let mut address = 0x7f00_0000; // of elements on a GPU, which NCCL would reach
+    /// let mut address = 0x7f00_0000; // stands for the address of elements on a GPU
     /// let group = World::solo(WorldOptions::default()).group()?;
     /// let error = group.all_reduce_on_device(elements(&mut address), ReduceOp::Sum, 0).unwrap_err();
     /// assert!(error.to_string().contains("reduces in host memory only"));
@@ -104,7 +113,8 @@ impl ProcessGroup {
         self.calls.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)
     }
 
-    /// [`all_reduce_on_device`](Self::all_reduce_on_device) to the mean, in which this rank has the weight `weight`.
+    /// [`all_reduce_on_device`](Self::all_reduce_on_device) to the weighted mean, in which this rank has the weight
+    /// `weight`. Same cost.
     ///
     /// # Errors
     /// Those of `all_reduce_on_device`, and of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).

@@ -7,8 +7,8 @@ use crate::call::call_arguments::Request;
 use crate::call::{Collective, GroupId, Members};
 use crate::{Error, Result};
 
-/// A rank's wish when a group is split: its color, its place by key, and the number of the new group if this rank leads
-/// it.
+/// What one rank asks for in a split: its color, its key, and the number of the new group if this rank is the first in
+/// it (the leader).
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Wish {
     color: Option<u64>,
@@ -19,11 +19,13 @@ struct Wish {
 const WISH_BYTES: usize = 32;
 
 impl ProcessGroup {
-    /// Divides the group: ranks that pass the same color get a group of their own, those that pass `None` get none.
+    /// Divides the group: ranks that pass the same color get a group of their own, ranks that pass `None` get `None`.
     ///
-    /// All ranks of this group call it. The ranks of a new group are in the order of their keys, those with equal keys
-    /// in the order of this group. All groups are used independently, also at the same time by several threads: nothing
-    /// on one waits for another. A rank that fails ends them all, as it ends the world.
+    /// All ranks of this group call it. The ranks of a new group are in the order of their keys, ranks with equal keys
+    /// in the order of this group. The groups are independent of each other and of this one: several threads may use
+    /// them at the same time, and no call on one waits for a call on another. A rank that fails ends the world, and so
+    /// all groups. Blocks. Costs one step, in which each rank sends 32 bytes to each other rank of this group; after
+    /// that, each new group costs its ranks what [`World::group`](crate::World::group) costs.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -31,7 +33,7 @@ impl ProcessGroup {
     /// ```
     /// use burn_ddp_comm::{ReduceOp, World};
     ///
-    /// // Even and odd ranks, the highest first; rank 4 goes its own way.
+    /// // Even and odd ranks, the highest first; rank 4 is in neither group.
     /// World::spawn(5, |world| {
     ///     let group = world.group()?;
     ///     let color = (world.rank() < 4).then_some(world.rank() as u64 % 2);
@@ -53,17 +55,17 @@ impl ProcessGroup {
         let caller = self.in_turn(Location::caller());
         let mine = Wish { color, key, number: self.calls.member.sub_group_number() };
         let wishes = self.calls.call(Request::bare(Collective::Split, caller), |engine, call| {
-            let mut told = vec![[0; WISH_BYTES]; self.world_size()];
-            let mut outputs: Vec<&mut [u8]> = told.iter_mut().map(|wish| wish.as_mut_slice()).collect();
+            let mut received = vec![[0; WISH_BYTES]; self.world_size()];
+            let mut outputs: Vec<&mut [u8]> = received.iter_mut().map(|wish| wish.as_mut_slice()).collect();
             engine.all_gather(call, &mine.encode(), &mut outputs)?;
             let read = |(rank, bytes)| Wish::decode(bytes).ok_or_else(|| self.unreadable(rank));
-            told.iter().enumerate().map(read).collect::<Result<Vec<Wish>>>()
+            received.iter().enumerate().map(read).collect::<Result<Vec<Wish>>>()
         })?;
         let Some(ranks) = members(&wishes, color) else { return Ok(None) };
         let first = ranks[0];
         let leader = self.calls.members.world_rank(first);
         let number = u32::try_from(wishes[first].number).map_err(|_| Error::InvalidArgument {
-            message: format!("rank {leader} has led as many groups as it can"),
+            message: format!("rank {leader} cannot lead another sub-group: it has used all numbers for them"),
             rank: Some(leader),
             during: None,
         })?;
@@ -75,12 +77,12 @@ impl ProcessGroup {
     }
 
     fn unreadable(&self, rank: usize) -> Error {
-        let message = "what it says is no wish for a sub-group".to_string();
+        let message = "its color and key for a split cannot be decoded".to_string();
         Error::Protocol { peer: self.calls.members.world_rank(rank), message, during: None }
     }
 }
 
-/// The ranks that wish for `color`, in the order of their new group; `None` if that is no group.
+/// The ranks that pass `color`, in the order of their new group; `None` if `color` is `None` or no rank passes it.
 fn members(wishes: &[Wish], color: Option<u64>) -> Option<Vec<usize>> {
     color?;
     let mut ranks: Vec<usize> = (0..wishes.len()).filter(|rank| wishes[*rank].color == color).collect();

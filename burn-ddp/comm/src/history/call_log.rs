@@ -1,7 +1,7 @@
 //! Calls of one group on one rank: written at every call without a lock, read rarely.
 //!
-//! One thread at a time writes, the one whose turn it is in the group. Readers copy an entry and use the copy only if
-//! the entry's version was the same, and even, before and after.
+//! One thread at a time writes: the thread whose turn it is in the group. Readers copy an entry, and use the copy only
+//! if the entry's version was even and did not change meanwhile (a seqlock).
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
@@ -12,11 +12,11 @@ use crate::clock::Ticks;
 use crate::poison_free_locks::lock;
 use crate::{DType, ReduceOp};
 
-/// Code for no reduce op or no dtype.
+/// Code that stands for no reduce op or no dtype.
 const NO_CODE: u8 = u8::MAX;
-/// Number for no root or no step.
+/// Number that stands for no root or no step.
 const NO_NUMBER: u64 = u64::MAX;
-/// Attempts to read an entry that is being written.
+/// Attempts to read an entry while it is being written.
 const LOOKS: usize = 1000;
 
 /// The last calls of a group.
@@ -24,23 +24,24 @@ const LOOKS: usize = 1000;
 pub(crate) struct Log {
     group: u64,
     members: Arc<Members>,
-    /// Number of calls that are kept.
+    /// Number of calls that readers get; there may be more entries.
     cap: usize,
     /// Number of calls that have begun. Call `n` is in entry `n % entries.len()`.
     begun: AtomicU64,
-    /// [Place](CallInfo::place) of the last call of all ranks that has begun; 0 before the first.
+    /// [Place](CallInfo::place) of the last collective that has begun, not of a call between two ranks; 0 before the
+    /// first.
     place: AtomicU64,
     /// Id of the thread that made the last call.
     caller: AtomicU64,
     /// Threads that have made calls. Added to by the thread whose turn it is.
     callers: Mutex<Vec<CallingThread>>,
-    /// Their number is a power of two: a division would cost more than all the rest of keeping a call.
+    /// Ring of the last calls. Its length is a power of two: a division would cost more than all the rest of `begin`.
     entries: Box<[Entry]>,
 }
 
 #[derive(Debug, Default)]
 struct Entry {
-    /// Odd while the entry is being written; twice the number of calls begun when it has been.
+    /// Odd while the entry is being written; afterwards twice the number of calls begun until then, its own included.
     version: AtomicU64,
     /// Codes of the collective, the reduce op and the dtype.
     kind: AtomicU64,
@@ -50,8 +51,8 @@ struct Entry {
     sequence: AtomicU64,
     step: AtomicU64,
     started: AtomicU64,
-    /// 0 while it is pending; then its duration in ticks, shifted left by two, with bit 1 set if it succeeded, and bit
-    /// 0 set.
+    /// 0 while the call is pending; then its duration in ticks, shifted left by two, with bit 0 set, and bit 1 set if
+    /// it succeeded.
     ended: AtomicU64,
     site: SiteCell,
 }
@@ -61,14 +62,14 @@ struct Entry {
 pub(crate) struct Seen {
     pub(crate) info: CallInfo,
     pub(crate) started: Ticks,
-    /// `None` while it is pending; else its duration in ticks, and true if it succeeded.
+    /// `None` while the call is pending; then its duration in ticks, and true if it succeeded.
     pub(crate) ended: Option<(u64, bool)>,
-    /// The members of its group, if that is a sub-group.
+    /// The members of the call's group, if the group is a sub-group; else empty.
     pub(crate) ranks: Vec<usize>,
 }
 
 impl Log {
-    /// Keeps the last `cap` calls, at least one.
+    /// A log of the last `cap` calls, at least one.
     pub(super) fn new(group: u64, members: Arc<Members>, cap: usize) -> Log {
         let cap = cap.max(1);
         let entries = (0..cap.next_power_of_two()).map(|_| Entry::default()).collect();
@@ -124,7 +125,7 @@ impl Log {
         }
     }
 
-    /// Runs `wait`, which blocks until the thread that made the last call has ended it.
+    /// Runs `wait`, which blocks until the thread that made the last call has finished that call.
     pub(crate) fn await_caller<R>(&self, wait: impl FnOnce() -> R) -> R {
         let id = self.caller();
         let caller = lock(&self.callers).iter().find(|thread| thread.id() == id).cloned();
@@ -139,7 +140,8 @@ impl Log {
         self.group
     }
 
-    /// [Place](CallInfo::place) of the last call of all ranks that has begun; 0 before the first.
+    /// [Place](CallInfo::place) of the last collective that has begun, not of a call between two ranks; 0 before the
+    /// first.
     pub(super) fn place(&self) -> u64 {
         self.place.load(Ordering::Relaxed)
     }
@@ -172,7 +174,7 @@ impl Log {
         self.last(self.cap)
     }
 
-    /// The last `count` of them.
+    /// The last `count` of the calls that are kept, oldest first.
     pub(super) fn last(&self, count: usize) -> Vec<Seen> {
         let begun = self.begun.load(Ordering::Acquire);
         let first = begun.saturating_sub(count.min(self.cap) as u64);
@@ -183,7 +185,7 @@ impl Log {
         &self.entries[number as usize & (self.entries.len() - 1)]
     }
 
-    /// Call `number`, unless a later one has taken its place.
+    /// Call `number`, unless a later call has overwritten its entry.
     fn see(&self, number: u64) -> Option<Seen> {
         let entry = self.entry(number);
         for _ in 0..LOOKS {

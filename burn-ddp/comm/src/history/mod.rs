@@ -1,4 +1,4 @@
-//! Calls of a rank: those under way and the last that ended.
+//! Calls of a rank: all that are under way, and the last ones that ended.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -16,14 +16,14 @@ mod site_cell;
 
 pub(crate) use call_log::Log;
 
-/// Most pending calls in a heartbeat. A rank has one per thread that calls.
+/// Most pending calls in a heartbeat. A rank has at most one pending call per thread.
 const BEAT_CALLS: usize = 8;
-/// Most ranks named in a heartbeat's call.
+/// Most awaited ranks that a heartbeat names per call.
 const BEAT_RANKS: usize = 64;
 /// Most blocked groups in a heartbeat.
 const BEAT_GROUPS: usize = 64;
 
-/// Calls of one rank. Its groups write their logs; heartbeats and reports read them all.
+/// Calls of one rank. Each of its groups writes a log; heartbeats and reports read all logs.
 #[derive(Debug)]
 pub(crate) struct History {
     /// Number of finished calls that are kept.
@@ -35,9 +35,9 @@ pub(crate) struct History {
 struct Groups {
     /// Logs of the groups that exist.
     logs: Vec<Arc<Log>>,
-    /// Calls of groups that are gone; at most as many as are kept.
+    /// Calls of groups that were dropped; at most `cap` of them.
     past: VecDeque<Seen>,
-    /// Threads that have made calls on groups that are gone.
+    /// Threads that have made calls on groups that were dropped.
     past_callers: Vec<CallingThread>,
     /// Number of the last group of all ranks, 0 before the first.
     last_group: u64,
@@ -60,7 +60,7 @@ impl History {
         log
     }
 
-    /// Closes the log of a group that is gone; its calls are kept.
+    /// Closes the log of a group that was dropped; keeps its calls.
     pub(crate) fn close(&self, log: &Arc<Log>) {
         let mut groups = lock(&self.groups);
         groups.logs.retain(|other| !Arc::ptr_eq(other, log));
@@ -110,7 +110,7 @@ impl History {
         groups.logs.iter().filter_map(pending).collect()
     }
 
-    /// Calls under way and the last that ended, in the order in which they began, for a report.
+    /// Calls under way and the last ones that ended, in the order in which they began, for a report.
     pub(crate) fn records(&self) -> Vec<Record> {
         let mut calls: Vec<Seen> = {
             let groups = lock(&self.groups);
@@ -143,7 +143,7 @@ impl History {
 impl Groups {
     /// Groups whose callers are all blocked in the `pending` calls, which were made by the threads `callers`.
     fn blocked(&self, pending: &[PendingCall], callers: &[u64]) -> Vec<BlockedGroup> {
-        // The call in which a thread is blocked, itself or by waiting for another thread.
+        // The call in which a thread is blocked: its own, or that of a thread for which it waits.
         let call_of = |thread: CallingThread| {
             let index = thread.chain().find_map(|thread| callers.iter().position(|caller| *caller == thread.id()))?;
             (!pending[index].waiting_for.is_empty()).then_some(index as u32)
@@ -190,7 +190,7 @@ mod tests {
         Call::new(info, members.clone(), 0, Duration::from_secs(1))
     }
 
-    /// Does calls of these numbers; the last one goes wrong.
+    /// Makes calls with these sequence numbers; the last one fails.
     fn calls(log: &Log, members: &Arc<Members>, sequences: std::ops::Range<u64>) {
         for sequence in sequences.clone() {
             let call = call(sequence, members);

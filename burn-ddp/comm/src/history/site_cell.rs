@@ -1,4 +1,4 @@
-//! The line of a call, in a place that one thread writes and others read at any time.
+//! The line of a call, in a cell that one thread writes and others may read at any time.
 #![allow(unsafe_code)]
 
 use std::panic::Location;
@@ -10,14 +10,15 @@ use crate::call::CallSite;
 /// A line of this program, or none.
 #[derive(Debug, Default)]
 pub(super) struct SiteCell {
-    /// Null, or what was a `&'static Location<'static>`.
+    /// Null, or a pointer made from a `&'static Location<'static>`.
     line: AtomicPtr<Location<'static>>,
-    /// A model was wrapped at `line`. Read between two writes it may be that of another line, which changes words only.
+    /// True if a model was wrapped at `line`. A reader may see it with the line of another call, which changes only the
+    /// words of a report.
     wrapped: AtomicBool,
 }
 
 impl SiteCell {
-    /// Keeps lines of this program; others count as unknown.
+    /// Keeps a line of this program; any other line becomes an unknown one.
     pub(super) fn set(&self, site: &CallSite) {
         let line = match site {
             CallSite::Here(line) | CallSite::Wrapped(line) => ptr::from_ref(*line).cast_mut(),

@@ -1,4 +1,4 @@
-//! Messages between the ranks of a world besides data, and the traits of those that carry them and of those that wait.
+//! Control messages: all messages between the ranks of a world except data. Traits for sending them and for waits.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,8 @@ use crate::Error;
 use crate::call::CallInfo;
 use crate::net::wait::Waker;
 
-/// A message on a control connection: of the rank at its other end, or of one for which that rank passes it on.
+/// A message on a control connection, with its origin: the rank at the other end, or one whose message that rank passes
+/// on.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Envelope<M> {
     pub(crate) origin: usize,
@@ -17,7 +18,7 @@ pub(crate) struct Envelope<M> {
 /// A message from one rank to all others, besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ControlMessage {
-    /// Something went wrong: this ends the world.
+    /// A failure, which ends the world.
     Fail {
         /// The root cause.
         cause: Error,
@@ -28,8 +29,8 @@ pub enum ControlMessage {
     PassedOn(Vec<(usize, Heartbeat)>),
     /// The sender leaves in peace.
     Goodbye,
-    /// The sender has been silent on its connection to the rank that passes this on. Ranks that are connected to the
-    /// sender see that themselves.
+    /// The origin has been silent on its connection to the rank that sends this. Sent to ranks that have no connection
+    /// to the origin; others notice its silence themselves.
     Silent {
         /// Duration of its silence, in milliseconds.
         silent_ms: u64,
@@ -45,7 +46,7 @@ pub enum ControlMessage {
     },
 }
 
-/// Activity of a rank, as it reports it at every heartbeat.
+/// Activity of a rank, which it reports with every heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Heartbeat {
     /// Training step, if the program sets it.
@@ -54,7 +55,7 @@ pub struct Heartbeat {
     pub pending: Vec<PendingCall>,
     /// Last collective that ended.
     pub last: Option<CallInfo>,
-    /// Time since then, in milliseconds.
+    /// Time since it ended, in milliseconds.
     pub idle_ms: u64,
     /// Groups whose next call can only come from threads that are blocked in other calls.
     pub blocked: Vec<BlockedGroup>,
@@ -63,9 +64,10 @@ pub struct Heartbeat {
 /// A group of a rank on which no thread of the rank can call before a pending call of it ends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockedGroup {
-    /// Number of the group; that of the next group of all ranks stands for the group that is not made yet.
+    /// Number of the group. The next unused number means the next group of all ranks, which is not made yet.
     pub group: u64,
-    /// Place of the last call on it among those of all its ranks, see [`CallInfo::place`]; 0 if there was none.
+    /// Place of the rank's last call on the group in the order of its collectives, see [`CallInfo::place`]; 0 if there
+    /// was none.
     pub place: u64,
     /// Pending calls in which the threads that call on this group are blocked, by their index in
     /// [`Heartbeat::pending`].
@@ -79,11 +81,11 @@ pub struct PendingCall {
     pub call: CallInfo,
     /// Time since it began, in milliseconds.
     pub since_ms: u64,
-    /// Ranks whose part has not arrived.
+    /// Ranks whose part in the call has not arrived.
     pub waiting_for: Vec<usize>,
 }
 
-/// The way to the other ranks.
+/// Sends control messages to the other ranks.
 pub trait Outbox: Send + Sync {
     /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
     /// lock of [`Membership`](super::Membership) held. Messages of one rank arrive in the order they were sent.
@@ -97,7 +99,7 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// A poll that waits for this, too.
+/// A waker to poll together with sockets.
 impl Wake for Waker {
     fn wake(&self) {
         Waker::wake(self);

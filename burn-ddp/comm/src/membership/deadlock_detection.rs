@@ -1,12 +1,13 @@
 //! Detection of deadlocks: ranks that wait for each other in different calls, for ever.
 //!
-//! A call waits for the ranks that are not in it. Such a rank does not come while all its threads that call on the
-//! group are blocked in other calls, and never if those calls are as stuck. So of all calls under way those are removed
-//! again and again that may still go on; the calls that remain wait for each other in a circle. See [`circle`]. A
-//! transfer between two ranks is a call of its own on each of them, which waits for the other.
+//! A call waits for the ranks that have not made it. Such a rank cannot make it while all its threads that call on the
+//! group are blocked in other calls, and never makes it if those calls wait for ever. [`circle`] starts from all
+//! pending calls and removes those that may still end, until no more can be removed; the calls that remain wait for
+//! each other in a circle. A transfer between two ranks counts as two calls, one on each of them that waits for the
+//! other.
 //!
-//! Heartbeats are older than the state that they report. A circle counts only if it has not changed while every rank in
-//! it has sent [`BEATS`] heartbeats, and this process was not stopped meanwhile.
+//! A heartbeat describes a state that may have changed since. So a circle is an error only if it has stayed the same
+//! while every rank in it has sent [`BEATS`] heartbeats, and this process was not stopped meanwhile.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use crate::call::CallInfo;
 /// Heartbeats of each rank in which nothing changes before a circle is an error.
 const BEATS: u64 = 3;
 
-/// Watches for circles; one per process.
+/// Looks for circles of waits. There is one per process.
 #[derive(Debug)]
 pub(crate) struct WaitCircles {
     heartbeat: Duration,
@@ -27,7 +28,7 @@ pub(crate) struct WaitCircles {
     suspicion: Option<Suspicion>,
 }
 
-/// A circle that was seen, and how many heartbeats of each rank in it were known then.
+/// A circle that was found, with the number of heartbeats that each rank in it had sent by then.
 #[derive(Debug)]
 struct Suspicion {
     calls: Vec<CallKey>,
@@ -37,10 +38,10 @@ struct Suspicion {
 /// Last heartbeat of each rank, with its number.
 type NumberedBeats<'a> = BTreeMap<usize, (u64, &'a Heartbeat)>;
 
-/// Group of a call, and its place; for a transfer between two ranks [`TRANSFER`] and the rank that is in it.
+/// Group of a call and its place. For a transfer between two ranks, [`TRANSFER`] and the rank stand for the place.
 type CallKey = (u64, u64);
 
-/// Above all places.
+/// Marks the key of a transfer; greater than all places.
 const TRANSFER: u64 = 1 << 63;
 
 impl WaitCircles {
@@ -53,18 +54,18 @@ impl WaitCircles {
         now.saturating_duration_since(self.last_look) >= self.heartbeat
     }
 
-    /// Number of heartbeats of this process by `now`.
+    /// Number of heartbeats that this process has sent, or would have sent, by `now`.
     pub(crate) fn own_beats(&self, now: Instant) -> u64 {
         (now.saturating_duration_since(self.start).as_nanos() / self.heartbeat.as_nanos().max(1)) as u64
     }
 
-    /// Forgets what it suspects: this process was stopped, so what it knows may be old.
+    /// Forgets the circle that was found, if there was one.
     pub(crate) fn forget(&mut self) {
         self.suspicion = None;
     }
 
-    /// Looks for a circle in the last heartbeats of the ranks that are alive, each with its number. Returns one that
-    /// has lasted.
+    /// Looks for a circle in the last heartbeats of the ranks that are alive, each with its number. Returns the circle
+    /// if it has lasted for [`BEATS`] heartbeats.
     pub(crate) fn look(&mut self, beats: &NumberedBeats<'_>, now: Instant) -> Option<Vec<StuckCall>> {
         let stopped = now.saturating_duration_since(self.last_look) > 2 * self.heartbeat;
         self.last_look = now;
@@ -91,8 +92,9 @@ impl WaitCircles {
 
 /// A call under way on some ranks.
 struct UnderWay<'a> {
-    /// The ranks in it, with the first one's call.
+    /// The ranks in it.
     ranks: BTreeSet<usize>,
+    /// The call as the first of them made it.
     call: &'a CallInfo,
     awaited: BTreeSet<usize>,
 }
@@ -100,7 +102,8 @@ struct UnderWay<'a> {
 /// A rank that a call waits for, and the calls in which its threads are blocked.
 type Missing = (usize, Vec<CallKey>);
 
-/// Calls that wait for each other, the one of the lowest key first, by what all ranks said last.
+/// A circle of calls that wait for each other, found in the last heartbeats of all ranks. The call with the lowest key
+/// comes first.
 fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<StuckCall>)> {
     let mut calls: BTreeMap<CallKey, UnderWay<'_>> = BTreeMap::new();
     for (rank, beat) in beats {
@@ -112,7 +115,7 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
             under_way.awaited.extend(&pending.waiting_for);
         }
     }
-    // All in one call: the usual wait.
+    // All ranks are in one call: the usual wait.
     if calls.len() < 2 {
         return None;
     }
@@ -123,7 +126,7 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
             (*key, missing.filter_map(|rank| Some((*rank, blocked_in(*rank, beats.get(rank)?, *key)?))).collect())
         })
         .collect();
-    // A call may go on if each rank that it waits for has a thread that may.
+    // A call may end if each rank that it waits for has a thread that is free, or in a call that may end.
     loop {
         let may_go_on =
             |missing: &[Missing]| !missing.iter().any(|(_, calls)| calls.iter().all(|call| stuck.contains_key(call)));
@@ -133,7 +136,7 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
         }
         free.iter().for_each(|key| drop(stuck.remove(key)));
     }
-    // Each of the calls that remain waits for another of them: any way leads into a circle.
+    // Each of the calls that remain waits for another of them, so following the waits leads into a circle.
     let next = |key: CallKey| {
         let mut missing =
             stuck.get(&key)?.iter().filter(|(_, calls)| calls.iter().all(|call| stuck.contains_key(call)));
@@ -164,14 +167,14 @@ fn key(rank: usize, call: &CallInfo) -> CallKey {
     (call.group, call.place().unwrap_or(TRANSFER | rank as u64))
 }
 
-/// Calls in which all threads of a rank are blocked that could make the call of this key. `None` if a thread may come,
-/// or the rank has made the call already.
+/// Calls in which those threads of `rank` are blocked that could make the call of this key, if all of them are blocked.
+/// `None` if a thread may still make the call, or the rank has made it already.
 fn blocked_in(rank: usize, beat: &Heartbeat, (group, place): CallKey) -> Option<Vec<CallKey>> {
     let blocked = |blocked: &&BlockedGroup| blocked.group == group && blocked.place < place;
     let BlockedGroup { calls, .. } = beat.blocked.iter().find(blocked)?;
     let pending = calls.iter().map(|call| beat.pending.get(*call as usize)).collect::<Option<Vec<_>>>()?;
     if place & TRANSFER != 0 {
-        // The other rank of a transfer makes a transfer of its own, which fits if it is with this one.
+        // The other rank may be in its own half of this transfer: then it is not missing.
         let peer = (place & !TRANSFER) as usize;
         let fits = |pending: &&PendingCall| {
             let with_peer = pending.call.root == Some(peer) || pending.waiting_for.contains(&peer);
@@ -240,11 +243,11 @@ mod tests {
         let mut free = stuck.clone();
         free[1].blocked.retain(|blocked| blocked.group != 1);
         assert_eq!(found(&free), None);
-        // It has made the call already, and only what it sent is still on its way.
+        // It has made the call already, and only its data are still on their way.
         let mut ahead = stuck.clone();
         ahead[1].blocked[0].place = 6;
         assert_eq!(found(&ahead), None);
-        // Nothing is known of it.
+        // No heartbeat of it has come.
         assert_eq!(found(&stuck[..1]), None);
         // One of its two threads is in a call that goes on.
         let mut two = stuck;

@@ -1,4 +1,4 @@
-//! A call of a deadlock, as its error shows it.
+//! A call that is part of a deadlock, as shown in the error.
 
 use std::fmt;
 
@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 use super::peer_info::list_ranks;
 use crate::call::CallInfo;
 
-/// A call under way in which ranks wait for others that will never come.
+/// A pending call in which ranks wait for others that will never make it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StuckCall {
-    /// The ranks that are in it.
+    /// The ranks that are in the call.
     pub ranks: Vec<usize>,
-    /// The call, as the first of them made it.
+    /// The call, as the first of these ranks made it.
     pub call: CallInfo,
-    /// Those of the ranks they wait for that are in the next call of the circle.
+    /// Awaited ranks that are blocked in the next call of the deadlock.
     pub missing: Vec<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Control messages in and out: their effect on this rank's membership, and what this rank sends.
+//! Effects of control messages on this rank's membership, and the control messages that this rank sends.
 
 use std::sync::Weak;
 use std::time::{Duration, Instant};
@@ -29,15 +29,15 @@ impl Membership {
             ControlMessage::PassedOn(beats) => {
                 beats.into_iter().for_each(|(rank, beat)| self.receive(rank, ControlMessage::Heartbeat(beat)));
             }
-            // The rank that ended the world sends this to all; this rank repeats it only when leaving, see `goodbye`.
-            // It counts after the goodbye of this rank, too.
+            // The rank that ended the world sends this to all ranks; this rank repeats it only when it leaves, see
+            // `goodbye`. The failure counts after the goodbye of this rank, too.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
             ControlMessage::Stop { track, at, what } => self.mark_stop(from, track, at, &what),
         }
     }
 
-    /// Messages that say what this rank knows of `rank`, for ranks that may have missed it.
+    /// Messages with all that this rank knows of `rank`, for ranks that may have missed the originals.
     pub(crate) fn known_of(&self, rank: usize) -> Vec<ControlMessage> {
         let news = match self.check() {
             Err(cause) => vec![ControlMessage::Fail { cause: self.for_others(cause) }],
@@ -58,8 +58,8 @@ impl Membership {
         news.into_iter().chain(silent).chain(goodbye).collect()
     }
 
-    /// Leaves the world. If it has ended, this rank repeats the cause first: a peer that has not heard it otherwise
-    /// would take the leaving for the cause.
+    /// Leaves the world. If the world has ended, sends the cause first: a peer that has not heard it would take the
+    /// goodbye for the cause.
     pub(crate) fn goodbye(&self) {
         self.announce_stops();
         if let Err(cause) = self.check() {
@@ -85,14 +85,14 @@ impl Membership {
 
     /// See [`World::stop`](crate::World::stop).
     pub(crate) fn stop(&self, track: Track, at: Progress, what: &str) {
-        // First here, so that a rank that connects now hears of it, too.
+        // Marked here before it is sent, so that a rank that connects in between hears of it, too.
         self.mark_stop(self.rank, track, at, what);
         self.send_all(&ControlMessage::Stop { track, at, what: capped(what.to_string()) });
     }
 
-    /// Notes that `rank` has ended, where no connection was left on which this rank could hear how. That is no goodbye:
-    /// a wait for it is an error that says so. It is no failure either, since the rank may have left in peace. Does
-    /// nothing if a goodbye or a connection of the rank has come meanwhile; one that comes later counts, too.
+    /// Notes that `rank` has ended unheard: no connection was left on which this rank could have heard its goodbye. A
+    /// call that waits for it fails, but the world goes on, since the rank may have left in peace. Does nothing if the
+    /// goodbye or a connection of the rank has come meanwhile; if one comes later, it counts.
     pub(super) fn ended_unheard(&self, rank: usize) {
         {
             let mut liveness = lock(&self.shared.liveness);

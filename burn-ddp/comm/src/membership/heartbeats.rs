@@ -1,4 +1,4 @@
-//! Heartbeats to the other ranks, and the ranks that are silent.
+//! Heartbeats of this rank, and reports of ranks that fall silent.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -26,15 +26,15 @@ impl Membership {
         lock(&self.shared.liveness).next_look(now)
     }
 
-    /// Checks the neighbours for silence; returns those that fell silent since the last check, and for how long. `late`
-    /// is how much later than planned this check runs: if that is much, this process itself was stopped, and its
-    /// neighbours get that time.
+    /// Checks the neighbours for silence. Returns those that fell silent since the last check, with the durations of
+    /// their silence. `late` is the delay of this check: if it is long, this process itself was stopped, and the
+    /// neighbours' silence does not count for that time.
     pub(crate) fn look(&self, now: Instant, late: Duration) -> Vec<(usize, Duration)> {
         self.announce_old_stops(now);
         let changes = {
             let mut liveness = lock(&self.shared.liveness);
             if late > liveness.late() {
-                tracing::debug!(rank = self.rank, ?late, "this process was stopped, or had no processor");
+                tracing::debug!(rank = self.rank, ?late, "this process was stopped, or got no time on a processor");
                 liveness.excuse(late, now);
             }
             liveness.look(now)
@@ -49,7 +49,7 @@ impl Membership {
         fell_silent
     }
 
-    /// Ends the world if ranks wait for each other for ever, this rank among them. Looks once per heartbeat.
+    /// Ends the world if this rank is in a deadlock with others. Looks once per heartbeat.
     pub(super) fn look_for_circle(&self, now: Instant) {
         let mut circles = lock(&self.shared.circles);
         if !circles.is_due(now) {
@@ -65,7 +65,7 @@ impl Membership {
             let mine = self.shared.local_ranks[self.rank].heartbeat();
             let liveness = lock(&self.shared.liveness);
             let mut beats = BTreeMap::from([(self.rank, (number, &mine))]);
-            // Without a blocked call of its own this rank is in no circle.
+            // Without a blocked call of its own, this rank is in no deadlock.
             if !mine.blocked.is_empty() {
                 beats.extend(liveness.beats());
             }
@@ -83,11 +83,11 @@ impl Membership {
             let at = post_mortem::now_ms();
             match change {
                 Change::Suspect { peer, silent } => {
-                    tracing::warn!(rank = self.rank, peer = %self.shared.peers[peer], ?silent, "no sign of life");
+                    tracing::warn!(rank = self.rank, peer = %self.shared.peers[peer], ?silent, "a peer is silent");
                     self.append_event(&Event::Suspect { rank: self.rank, peer, silent_ms: millis(silent), at });
                 }
                 Change::Recovered { peer } => {
-                    tracing::info!(rank = self.rank, peer = %self.shared.peers[peer], "heard again");
+                    tracing::info!(rank = self.rank, peer = %self.shared.peers[peer], "a silent peer is heard again");
                     self.append_event(&Event::Recovered { rank: self.rank, peer, at });
                 }
                 Change::Lost { peer, silent } => self.peer_lost(
@@ -102,7 +102,7 @@ impl Membership {
         }
     }
 
-    /// Likely cause of the silence of `peer`, as the end of a sentence: its whole machine, if no rank of it is heard.
+    /// Likely cause of the silence of `peer`, as the end of a sentence. Blames the machine if all its ranks are silent.
     fn likely_cause(&self, peer: usize) -> String {
         let machine = self.routes.machine_of(peer).iter().copied();
         let machine: Vec<usize> = machine.filter(|rank| !self.has_left(*rank)).collect();

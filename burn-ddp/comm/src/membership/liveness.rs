@@ -1,17 +1,17 @@
 //! Signs of life of the other ranks: heard, silent, silent for too long.
 //!
 //! Every rank sends a heartbeat per period. A peer that misses two is suspected: its process may be stopped, its
-//! machine overloaded or cut off. Neighbours, which share a control connection with this rank, are judged by their
-//! silence here, other ranks by the report of the rank that passes on their messages. A silent peer is lost only after
-//! the peer timeout, if the user set one: the kernel finds out by itself that a machine is gone, and a process that is
-//! merely stopped may go on.
+//! machine overloaded or cut off. For neighbours, which share a control connection with this rank, the silence on that
+//! connection counts; for other ranks, the report of the rank that passes on their messages. A silent peer is lost only
+//! after the peer timeout, and only if the user set one: the kernel notices by itself that a machine is gone, and a
+//! stopped process may go on.
 
 use std::time::{Duration, Instant};
 
 use super::control_messages::Heartbeat;
 use crate::WorldOptions;
 
-/// Longest pause between two heartbeats to a silent peer, in heartbeats.
+/// Longest pause between two heartbeats to a silent peer, in periods.
 const SLOWEST_BEAT: u32 = 16;
 
 /// Signs of life of a rank's peers. Takes the time as an argument, reads no clock.
@@ -19,7 +19,7 @@ const SLOWEST_BEAT: u32 = 16;
 pub(crate) struct Liveness {
     heartbeat: Duration,
     peer_timeout: Option<Duration>,
-    /// By rank; `None` for this rank and for those that left.
+    /// By rank; `None` for this rank and for ranks that left or ended unheard.
     peers: Vec<Option<Heard>>,
 }
 
@@ -27,13 +27,14 @@ pub(crate) struct Liveness {
 struct Heard {
     /// True if this rank has a connection to it.
     near: bool,
+    /// Time at which it was last heard.
     last: Instant,
     suspected: bool,
-    /// True if it was given one heartbeat more since it was last heard.
+    /// True if it was given an extra period since it was last heard, see [`Liveness::excuse`].
     excused: bool,
     /// True once it was silent for longer than the peer timeout; stays so.
     lost: bool,
-    /// Its last heartbeat, and how many there were.
+    /// Its last heartbeat, and the number of its heartbeats.
     beat: Option<Heartbeat>,
     beats: u64,
     /// Time of this rank's next heartbeat to it.
@@ -55,7 +56,8 @@ pub(crate) enum Change {
 }
 
 impl Liveness {
-    /// State of all of `world_size` ranks but `rank`, heard `now`. Neighbours are those for which `is_near` holds.
+    /// State of all ranks of the world except `rank`, as if heard `now`. Neighbours are those for which `is_near`
+    /// holds.
     pub(crate) fn new(
         rank: usize,
         world_size: usize,
@@ -71,21 +73,21 @@ impl Liveness {
         }
     }
 
-    /// Notes that this rank has a connection to `peer` since `now`.
+    /// Notes that this rank has had a connection to `peer` since `now`.
     pub(crate) fn connected(&mut self, peer: usize, now: Instant) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             (heard.near, heard.last, heard.next_beat) = (true, now, now);
         }
     }
 
-    /// Notes that `peer`, which was removed, takes part.
+    /// Notes that `peer`, which [`forget`](Self::forget) removed, takes part.
     pub(crate) fn reappeared(&mut self, peer: usize, now: Instant) {
         if let Some(heard) = self.peers.get_mut(peer) {
             heard.get_or_insert_with(|| Heard::new(false, now));
         }
     }
 
-    /// Notes that this rank has a connection to `peer` no more.
+    /// Notes that this rank has no connection to `peer` any more.
     pub(crate) fn disconnected(&mut self, peer: usize) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             heard.near = false;
@@ -97,7 +99,7 @@ impl Liveness {
         matches!(self.peers.get(peer), Some(Some(Heard { near: true, .. })))
     }
 
-    /// Notes a message of `peer`.
+    /// Notes that a message of `peer` has come.
     pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
         let heard = self.peers.get_mut(peer)?.as_mut()?;
         heard.last = now;
@@ -108,7 +110,7 @@ impl Liveness {
         })
     }
 
-    /// Notes that `peer`, which is no neighbour, has been silent for this time to the rank that passes on its messages.
+    /// Notes the report that `peer`, which is no neighbour, has been silent to the rank that passes on its messages.
     pub(crate) fn reported_silent(&mut self, peer: usize, silent: Duration, now: Instant) -> Option<Change> {
         let heard = self.peers.get_mut(peer)?.as_mut().filter(|heard| !heard.near && !heard.suspected)?;
         heard.suspected = true;
@@ -131,8 +133,8 @@ impl Liveness {
         }
     }
 
-    /// Gives all peers `time`, during which this process itself did not run, stopped or starved, and once one heartbeat
-    /// more, which peers that were stopped together with it may need.
+    /// Does not count `time`, in which this process itself was stopped or starved, as silence of its peers. The first
+    /// time since a peer was heard, gives it an extra period: it may have been stopped together with this process.
     pub(crate) fn excuse(&mut self, time: Duration, now: Instant) {
         for heard in self.peers.iter_mut().flatten() {
             let more = if std::mem::replace(&mut heard.excused, true) { Duration::ZERO } else { self.heartbeat };
@@ -140,7 +142,7 @@ impl Liveness {
         }
     }
 
-    /// Neighbours that became suspected or lost by `now`.
+    /// Neighbours that became suspected or lost since the last look.
     pub(crate) fn look(&mut self, now: Instant) -> Vec<Change> {
         let suspect_after = self.suspect_after();
         let mut changes = Vec::new();
@@ -159,7 +161,7 @@ impl Liveness {
         changes
     }
 
-    /// Neighbours to which a heartbeat is due. Silent peers get them ever more rarely, since they may not read them.
+    /// Neighbours to which a heartbeat is due. The longer a peer is silent, the rarer they are, since it may not read.
     pub(crate) fn due(&mut self, now: Instant) -> Vec<usize> {
         let mut due = Vec::new();
         for (peer, heard) in self.peers.iter_mut().enumerate() {
@@ -178,16 +180,16 @@ impl Liveness {
             let lost = self.peer_timeout.filter(|_| !heard.lost).map(|timeout| heard.last + timeout);
             [Some(heard.next_beat), suspect, lost]
         });
-        // Never later than a heartbeat, so that it shows when this process itself was stopped.
+        // At most a period from now: a look that comes later shows that this process itself was stopped.
         next.flatten().chain([now + self.heartbeat]).min()
     }
 
-    /// Delay of a check from which on this process must have been stopped.
+    /// Delay of a check beyond which this process itself must have been stopped.
     pub(crate) fn late(&self) -> Duration {
         self.heartbeat / 2
     }
 
-    /// Time since `peer` was heard; `None` for this rank and those that left.
+    /// Time since `peer` was last heard; `None` for this rank and for ranks that left.
     pub(crate) fn silence(&self, peer: usize, now: Instant) -> Option<Duration> {
         Some(now.saturating_duration_since(self.peers.get(peer)?.as_ref()?.last))
     }
@@ -202,7 +204,7 @@ impl Liveness {
         self.peers.get(peer)?.as_ref()?.beat.as_ref()
     }
 
-    /// Peers that are not suspected, each with the number of its last heartbeat, and that.
+    /// Peers that are not suspected, each with its last heartbeat and the number of that.
     pub(crate) fn beats(&self) -> impl Iterator<Item = (usize, (u64, &Heartbeat))> {
         let alive = self.peers.iter().enumerate().filter_map(|(peer, heard)| Some((peer, heard.as_ref()?)));
         alive
@@ -210,7 +212,7 @@ impl Liveness {
             .filter_map(|(peer, Heard { beats, beat, .. })| Some((peer, (*beats, beat.as_ref()?))))
     }
 
-    /// Two missed heartbeats, and some allowance.
+    /// Silence from which on a peer is suspected: two missed heartbeats, and some allowance.
     fn suspect_after(&self) -> Duration {
         self.heartbeat * 9 / 4
     }
@@ -310,7 +312,7 @@ mod tests {
         // Silent for nearly as long as it may be when both are stopped for three heartbeats.
         liveness.excuse(3 * BEAT, start + 7 * BEAT);
         assert_eq!(liveness.look(start + 7 * BEAT).iter().filter(|c| matches!(c, Change::Lost { .. })).count(), 0);
-        // A rank whose looks always come late accuses the dead all the same.
+        // A rank whose looks always come late still finds a dead peer.
         let lost = (1..20).any(|look| {
             let now = start + 7 * BEAT + look * 2 * BEAT;
             liveness.excuse(BEAT, now);

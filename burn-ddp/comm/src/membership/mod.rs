@@ -1,22 +1,21 @@
 //! Ranks of a world: their identities, signs of life, and the first failure.
 //!
-//! | part of it | file |
+//! | part | file |
 //! |---|---|
 //! | identity of a rank | `peer_info` |
-//! | messages between ranks besides data; the traits of their carriers and of waits | `control_messages`, applied in `dispatch` |
+//! | control messages (all messages between ranks except data) | `control_messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control`; the ways between machines in `routes` |
-//! | the first cause, which every call returns from then on | `world_failure`; panics in `panic_hook` |
+//! | the first failure, which every call returns from then on | `world_failure`; panics in `panic_hook` |
 //! | ranks that take part | `presence` |
-//! | signs of life | `liveness`, acted upon in `heartbeats` |
-//! | why a call waits | `stall_diagnosis`, asked in `stalls` |
-//! | what every wait heeds | `wait_checks` |
+//! | signs of life | `liveness`; heartbeats and reports of silence in `heartbeats` |
+//! | the reason that a call waits | `stall_diagnosis`; the reports in `stalls` |
+//! | checks of every wait: end of the world, deadline, stall | `wait_checks` |
 //! | ranks that wait for each other | `deadlock_detection`, shown as `deadlocked_call` |
 //! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
 //! | events and the report for the launcher | `rank_report` |
 //!
-//! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
-//! it. Ranks of one process share one `Shared` state; between processes the control connections carry
-//! [`ControlMessage`]s.
+//! Whatever ends the world wakes every wait of a collective, which then returns that cause. Ranks of one process share
+//! one `Shared` state; between processes the control connections carry [`ControlMessage`]s.
 
 pub(crate) mod control;
 mod control_messages;
@@ -70,11 +69,11 @@ pub struct Membership {
     rank: usize,
     routes: Routes,
     shared: Arc<Shared>,
-    /// The first collective of this rank that returned the cause; all later ones repeat it.
+    /// The first collective of this rank that returned the cause of the world's end. Later errors name it, too.
     noticed_by: OnceLock<Box<CallInfo>>,
-    /// Set when the report is written. Other threads wait for it, so that no rank ends before its report is there.
+    /// Set when the report is written. Calls on other threads wait for that: the process may end once they return.
     reported: OnceLock<()>,
-    /// Stops of this rank that the others have not heard of yet. Added by the rank that stops, taken at its next call.
+    /// Stops of this rank that it has not announced yet. Added by its threads, announced with its next call.
     pending_stops: PendingStops,
 }
 
@@ -112,7 +111,7 @@ impl Membership {
         &self.routes
     }
 
-    /// Ranks of which this rank hears nothing: through none, and on no connection of its own.
+    /// Ranks that are cut off from this rank: it has no connection to them, and no rank is left to pass on messages.
     pub(crate) fn cut_off(&self) -> Vec<usize> {
         let mut cut_off = self.routes.cut_off(|rank| self.has_left(rank));
         let liveness = lock(&self.shared.liveness);
@@ -120,18 +119,18 @@ impl Membership {
         cut_off
     }
 
-    /// Notes that this rank has a connection of its own to `rank`, which takes part, then, even if it seemed to have
-    /// ended unheard. Not after its goodbye.
+    /// Notes that this rank has made a fallback connection to `rank`. Then `rank` takes part, even if it seemed to have
+    /// ended unheard, unless it has said goodbye.
     pub(crate) fn connected(&self, rank: usize) {
         let (mut liveness, now) = (lock(&self.shared.liveness), Instant::now());
         if self.shared.presence.reappear(rank) {
-            tracing::info!(rank = self.rank, peer = rank, "it is there, although it seemed to have ended");
+            tracing::info!(rank = self.rank, peer = rank, "the peer has connected although it seemed to have ended");
             liveness.reappeared(rank, now);
         }
         liveness.connected(rank, now);
     }
 
-    /// Notes that this rank has a connection of its own to `rank` no more, over which nothing came.
+    /// Notes that the fallback connection to `rank` has ended before a message came over it.
     pub(crate) fn disconnected(&self, rank: usize) {
         lock(&self.shared.liveness).disconnected(rank);
     }
@@ -146,7 +145,7 @@ impl Membership {
         self.shared.local_ranks[self.rank].step()
     }
 
-    /// Calls of this rank.
+    /// Last and pending calls of this rank.
     pub(crate) fn history(&self) -> &History {
         &self.shared.local_ranks[self.rank].history
     }
@@ -166,7 +165,7 @@ impl Membership {
         &self.shared.peers
     }
 
-    /// Sets the way to the other ranks. Once, before the first collective.
+    /// Sets the outbox for control messages to the other ranks. Called once, before the first collective.
     pub fn set_outbox(&self, outbox: Weak<dyn Outbox>) {
         // A second outbox would be a bug of the caller; the first one stays.
         let _ = self.shared.outbox.set(outbox);
@@ -178,14 +177,15 @@ impl Membership {
         let _ = self.shared.launch.set(env.clone());
     }
 
-    /// Wakes `waker` at every change from now on, for as long as it lives.
+    /// Wakes `waker` at every change of the membership from now on, as long as it exists.
     pub fn add_waker(&self, waker: Weak<dyn Wake>) {
         let mut wakers = lock(&self.shared.wakers);
         wakers.retain(|waker| waker.strong_count() > 0);
         wakers.push(waker);
     }
 
-    /// A socket to poll beside others: it becomes readable at every change, for as long as it is kept.
+    /// A waker to poll together with sockets. It becomes readable at every change of the membership, as long as it
+    /// exists.
     ///
     /// # Errors
     /// [`Error::PeerFailed`] of this rank if it cannot have another socket.
@@ -219,18 +219,18 @@ impl Membership {
         }
     }
 
-    /// True if `rank` takes part no more: it said goodbye, or ended unheard. What it sent before may still
-    /// be on its way.
+    /// True if `rank` takes part no more: it said goodbye, or ended unheard. Messages and data that it sent before may
+    /// still be on their way.
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.presence.has_left(rank)
     }
 
-    /// True if `rank` has left in peace, and this rank heard it.
+    /// True if this rank has heard the goodbye of `rank`.
     fn said_goodbye(&self, rank: usize) -> bool {
         self.shared.presence.said_goodbye(rank)
     }
 
-    /// True if `rank` has ended, and nothing was heard of how.
+    /// True if `rank` has ended unheard: it is not known whether it said goodbye or died.
     fn is_unannounced(&self, rank: usize) -> bool {
         self.shared.presence.ended_unheard(rank)
     }

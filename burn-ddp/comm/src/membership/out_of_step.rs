@@ -1,4 +1,4 @@
-//! Ranks out of step: one passes the step at which a peer stopped, such as a batch of a data loader.
+//! Ranks out of step: a rank goes past the step at which a peer stopped, for example a batch of a data loader.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use super::peer_info::PeerInfo;
 use super::step_position::{Progress, Track};
 use crate::Error;
 
-/// Number of epochs of one track that are remembered: ranks are never this far apart without a collective in between.
+/// Most epochs of one track that are remembered. Ranks are never this far apart, since collectives keep them together.
 const MAX_EPOCHS: usize = 1024;
 
-/// Number of runs of one loader that are remembered.
+/// Most runs of one loader that are remembered.
 const MAX_RUNS: usize = 64;
 
 /// Positions and stops of the ranks, per track and epoch.
@@ -20,9 +20,9 @@ pub(crate) struct Tracks {
 
 #[derive(Debug, Default)]
 struct Epoch {
-    /// Steps of each rank of this process, as far as it got.
+    /// Last step that each rank of this process has reached.
     reached: BTreeMap<usize, u32>,
-    /// Steps at which ranks stopped, and what they call the track.
+    /// Step at which each rank stopped, with its name for the track.
     stops: BTreeMap<usize, (u32, String)>,
 }
 
@@ -61,7 +61,7 @@ impl Tracks {
         last.into_iter().map(|(track, (at, what))| (track, at, what.clone())).collect()
     }
 
-    /// The epoch's entry; makes room for a new one by forgetting the oldest of the track.
+    /// The entry of the epoch `number`. A new entry may replace that of the track's oldest epoch.
     fn epoch(&mut self, track: Track, number: u32) -> &mut Epoch {
         let key = (track, number);
         if !self.epochs.contains_key(&key) && self.epochs.range((track, 0)..=(track, u32::MAX)).count() >= MAX_EPOCHS {
@@ -74,7 +74,7 @@ impl Tracks {
 }
 
 impl Tracks {
-    /// Makes room for a new run of a loader by forgetting its oldest.
+    /// Makes room for a new run of a loader by forgetting its oldest run.
     fn forget_old_runs(&mut self, track: Track) {
         let (first, last) = (track.with_run(0), track.with_run(u32::MAX));
         let mut runs: Vec<Track> =

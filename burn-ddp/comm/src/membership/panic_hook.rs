@@ -1,8 +1,9 @@
 //! Message and line of a rank's panic, for its peers.
 //!
-//! Only the process's panic hook knows them. So the first world of a process puts a hook before the one that is there:
-//! it notes them for its thread and calls the hook behind it. Where a panic ends the process (`panic = "abort"`) no
-//! destructor runs, so the hook itself sends the cause to the peers of all ranks of the process.
+//! Only the process's panic hook gets both. So the first world of a process installs a hook that notes them for the
+//! thread that panics, and then calls the hook that was there before. Where a panic ends the process
+//! (`panic = "abort"`), no destructor runs, so the hook itself sends the cause to the peers of all ranks of the
+//! process.
 
 use std::cell::RefCell;
 use std::panic::PanicHookInfo;
@@ -33,7 +34,7 @@ pub(crate) fn watch(membership: &Arc<Membership>) {
         ranks.retain(|rank| rank.strong_count() > 0);
         ranks.push(Arc::downgrade(membership));
     }
-    // A thread that panics cannot exchange the hook; the next world will.
+    // A thread that is panicking cannot replace the hook; the next world does.
     if thread::panicking() {
         return;
     }
@@ -59,7 +60,7 @@ fn note(info: &PanicHookInfo<'_>) {
         None => format!("panicked in {}: {message}", this_thread()),
     };
     if cfg!(panic = "abort") {
-        // Another thread may hold the lock; better an end without a word than a deadlock.
+        // If another thread holds the lock, the process ends without a message to its peers rather than in a deadlock.
         let ranks = RANKS.try_lock().map(|ranks| ranks.clone()).unwrap_or_default();
         fail_all(ranks, &text);
     }
@@ -67,8 +68,8 @@ fn note(info: &PanicHookInfo<'_>) {
     let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| *last = Some(text)));
 }
 
-/// Fails `ranks` because of `text`, and waits until their peers were sent it, but not long: the thread that panics may
-/// hold a lock that it takes.
+/// Fails `ranks` because of `text`, in a thread of its own, and waits until that is sent, at most [`FAREWELL`]: the
+/// thread that panics may hold a lock that sending needs.
 fn fail_all(ranks: Vec<Weak<Membership>>, text: &str) {
     let text = text.to_owned();
     let (done, is_done) = mpsc::channel::<()>();
@@ -93,7 +94,7 @@ mod tests {
     use crate::membership::{ControlMessage, Outbox};
     use crate::{Machines, PeerInfo, WorldOptions};
 
-    /// Cannot send while its lock is held.
+    /// An outbox that cannot send while the test holds its lock.
     struct Locked(Mutex<usize>);
 
     impl Outbox for Locked {

@@ -19,7 +19,7 @@ pub struct PeerInfo {
     pub local_rank: usize,
     /// Number of its machine.
     pub node_rank: usize,
-    /// Cores that it may use. In a box, since errors hold ranks.
+    /// Cores that it may use. In a box, to keep errors small, which contain this struct.
     pub cores: Box<Cores>,
 }
 

@@ -1,4 +1,4 @@
-//! Stops that a rank announces with its next call, and not at all before its own error.
+//! Stops that a rank announces with its next call, so that an error of its own can come first.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use super::Membership;
 use super::step_position::{Progress, Track};
 use crate::poison_free_locks::lock;
 
-/// Time after which a stop is announced without a call of the rank, if heartbeats are sent.
+/// Time after which the monitor announces a stop although the rank has made no call.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Stops that are not announced yet.
@@ -35,7 +35,7 @@ impl Membership {
         self.pending_stops.any.store(true, Ordering::Release);
     }
 
-    /// Announces the stops that are pending. If this rank has failed since, they change nothing: its error came first.
+    /// Announces the stops that are pending. If this rank has failed since, its error has ended the world before them.
     #[inline]
     pub(crate) fn announce_stops(&self) {
         if self.pending_stops.any.load(Ordering::Acquire) {
@@ -43,7 +43,7 @@ impl Membership {
         }
     }
 
-    /// Announces the stops that have waited for a call for long.
+    /// Announces the stops that have waited for a call for [`GRACE`].
     pub(super) fn announce_old_stops(&self, now: Instant) {
         self.announce(|stop| now.saturating_duration_since(stop.since) >= GRACE);
     }

@@ -4,14 +4,15 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The rank takes part.
 const PRESENT: u8 = 0;
-/// It has ended, as far as this process knows, and nothing was heard of how.
+/// The rank seems to have ended; it is not known whether it said goodbye or died.
 const UNHEARD: u8 = 1;
-/// It said goodbye.
+/// The rank has said goodbye.
 const LEFT: u8 = 2;
 
-/// Presence by rank. A goodbye is final; an end that nothing was heard of is not, since the rank may show up.
+/// Presence by rank. A goodbye is final. An end unheard is not, since the rank may connect later.
 ///
-/// Written by ranks and control threads, with the lock of the signs of life, which change along; read by every wait.
+/// Written by ranks and control threads under the lock of `Shared::liveness`, so that both change together; read by
+/// every wait.
 pub(super) struct Presence(Box<[AtomicU8]>);
 
 impl Presence {
@@ -45,7 +46,7 @@ impl Presence {
         self.change(rank, PRESENT, UNHEARD)
     }
 
-    /// Notes that `rank` takes part although it seemed to have ended; false if it did not seem so.
+    /// Notes that `rank` takes part although it seemed to have ended; false if it had not seemed so.
     pub(super) fn reappear(&self, rank: usize) -> bool {
         self.change(rank, UNHEARD, PRESENT)
     }

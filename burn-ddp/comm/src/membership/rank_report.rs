@@ -1,4 +1,4 @@
-//! Events and the report that a rank writes for its launcher.
+//! Events, and the post-mortem report, that a rank writes for its launcher.
 
 use std::time::Instant;
 

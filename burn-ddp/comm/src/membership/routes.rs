@@ -1,11 +1,11 @@
-//! Control connections of a world, and the ways of messages between ranks that have none in common.
+//! Control connections of a world, and the ways of messages between ranks that have no connection.
 //!
 //! The ranks of a machine are connected with each other, and each rank with its counterparts: the ranks at its position
-//! on the other machines. A message goes from its origin to its machine and to its counterparts, and from each
-//! counterpart to the rest of that machine. Where no counterpart takes part any more, the next rank of the origin's
-//! machine that has one sends it there. All ranks find the way by the same rules from the ranks that have left. Two
-//! machines of which no pair of counterparts is left are cut off from each other, until their ranks connect each to
-//! each.
+//! on the other machines. A message goes from its origin to the other ranks of its machine and to its counterparts, and
+//! from each counterpart to the rest of that machine. Where no counterpart of the origin takes part any more, the next
+//! rank of the origin's machine that has one sends the message there. All ranks compute these ways by the same rules
+//! from the ranks that have left. Two machines of which no pair of counterparts is left are cut off from each other,
+//! until each rank of one connects with each rank of the other.
 
 use crate::topology::Machines;
 
@@ -42,22 +42,22 @@ impl Routes {
         if from == origin {
             return true;
         }
-        // A rank of this machine passes on what comes from ranks that have no connection to this one. A counterpart
-        // passes on what its machine sends, also of a neighbour that has left.
+        // A rank of this machine passes on messages of ranks that have no connection to this one. A counterpart passes
+        // on messages of its machine, also those of a neighbour of this rank that has left.
         origin < self.machines.rank_count()
             && machine_of(origin) != machine_of(self.rank)
             && (machine_of(from) == machine_of(origin)
                 || machine_of(from) == machine_of(self.rank) && !self.is_near(origin))
     }
 
-    /// True if the neighbour `from` may pass on heartbeats of `origin` to this rank. Neighbours send theirs themselves.
+    /// True if the neighbour `from` may pass on heartbeats of `origin` to this rank. Neighbours send theirs directly.
     pub(crate) fn may_pass_on_beat(&self, from: usize, origin: usize) -> bool {
         self.may_pass_on(from, origin) && from != origin && !self.is_near(origin)
     }
 
-    /// Neighbours to which this rank passes on a message of `origin` that the neighbour `from` has sent. Where `origin`
-    /// has several counterparts on this machine, each of them passes it on, as another may be about to leave; only one
-    /// does if the message comes again anyway.
+    /// Neighbours to which this rank passes on a message of `origin` that the neighbour `from` has sent. If `origin`
+    /// has several counterparts on this machine, each of them passes the message on, since the others may be about to
+    /// leave; but only one does if `comes_again`, as for a heartbeat, which the next one replaces.
     pub(crate) fn onward(
         &self,
         from: usize,
@@ -68,7 +68,7 @@ impl Routes {
         let (here, of_origin) = (self.machines.machine_of(self.rank), self.machines.machine_of(origin));
         if self.machines.machine_of(from) != here {
             let is_chosen = || from != origin || self.way(origin, here, &left) == Some((origin, self.rank));
-            // Ranks of machines that were cut off are connected each to each.
+            // After a cut-off, a fallback connection brings each rank its messages directly.
             if !self.connected(from, self.rank) || comes_again && !is_chosen() {
                 return Vec::new();
             }
@@ -81,8 +81,8 @@ impl Routes {
         self.ways_through_here(origin, &left).collect()
     }
 
-    /// Origins on this machine, each with the neighbour to which this rank sends their messages since `gone` has left.
-    /// Messages that they sent before may have been lost with `gone`.
+    /// Origins on this machine whose messages this rank has to send since `gone` has left, each with the neighbour to
+    /// which they go. Earlier messages of these origins may have been lost with `gone`.
     pub(crate) fn inherited(&self, gone: usize, left: impl Fn(usize) -> bool) -> Vec<(usize, usize)> {
         let before = |rank: usize| rank != gone && left(rank);
         let here = self.machines.machine_of(self.rank);
@@ -95,7 +95,7 @@ impl Routes {
         inherited.collect()
     }
 
-    /// Ranks that pass on the messages of `origin` to this rank, the last first; `None` if there is no way.
+    /// Ranks that pass on the messages of `origin` to this rank, from this rank's side on; `None` if there is no way.
     pub(crate) fn through(&self, origin: usize, left: impl Fn(usize) -> bool) -> Option<Vec<usize>> {
         if origin == self.rank || self.is_near(origin) {
             return Some(Vec::new());
@@ -104,7 +104,7 @@ impl Routes {
         Some([receiver, sender].into_iter().filter(|rank| ![origin, self.rank].contains(rank)).collect())
     }
 
-    /// Ranks that take part on machines from which this rank's is cut off: no pair of counterparts is left of the two.
+    /// Ranks that take part on machines from which this rank's machine is cut off: no pair of counterparts is left.
     pub(crate) fn cut_off(&self, left: impl Fn(usize) -> bool) -> Vec<usize> {
         let here = self.machines.machine_of(self.rank);
         let present = |machine: usize| self.machines.ranks_of(machine).iter().copied().filter(|rank| !left(*rank));
@@ -132,7 +132,7 @@ impl Routes {
         })
     }
 
-    /// The ranks that send and receive the messages of `origin` for `machine`, another one.
+    /// The rank that sends the messages of `origin` to `machine`, another one, and the rank there that receives them.
     fn way(&self, origin: usize, machine: usize, left: &impl Fn(usize) -> bool) -> Option<(usize, usize)> {
         let senders = self.machines.ranks_of(self.machines.machine_of(origin));
         let first = self.machines.local_rank_of(origin);
@@ -153,7 +153,7 @@ impl Routes {
     }
 }
 
-/// Judges a message of any `origin` as ranks do that receive one.
+/// Judges a message of any `origin` as a rank does that receives it.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(origin: usize) {
     let machines = Machines::new(&[0, 0, 1, 1, 1, 2]);
@@ -187,7 +187,8 @@ mod tests {
         Goodbye,
     }
 
-    /// A world in which ranks stop and leave, and messages arrive in any order but that of their connection.
+    /// A world in which ranks stop and leave. Only messages on one connection arrive in the order in which they were
+    /// sent.
     struct World {
         routes: Vec<Routes>,
         /// Messages that each rank has heard and said, by origin.
@@ -196,7 +197,7 @@ mod tests {
         gone: BTreeSet<usize>,
         /// Messages on their way, by sender and receiver.
         links: BTreeMap<(usize, usize), VecDeque<(usize, Said)>>,
-        /// Pairs of ranks that have connected since.
+        /// Pairs of ranks that have made a fallback connection.
         direct: BTreeSet<(usize, usize)>,
     }
 
@@ -288,7 +289,7 @@ mod tests {
             }
         }
 
-        /// Times that a heartbeat of `origin` reaches each other rank that takes part.
+        /// How many times a heartbeat of `origin` reaches each other rank that takes part.
         fn arrivals(&self, origin: usize) -> BTreeMap<usize, usize> {
             let mut arrivals = BTreeMap::new();
             let mut queue: VecDeque<(usize, usize)> = self

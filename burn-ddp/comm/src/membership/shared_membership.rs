@@ -1,4 +1,4 @@
-//! Membership that the ranks of one process share: peers, signs of life, who left, the first cause.
+//! Membership state that the ranks of one process share: peers, signs of life, ranks that left, the first failure.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -23,14 +23,14 @@ pub(super) struct Shared {
     pub(super) local_ranks: Vec<LocalRank>,
     /// Signs of life of the ranks in other processes. Written by the monitor.
     pub(super) liveness: Mutex<Liveness>,
-    /// Written by the monitor; where all ranks live in this process, by the ranks that wait.
+    /// Detection of deadlocks. Written by the monitor; where all ranks live in this process, by the ranks that wait.
     pub(super) circles: Mutex<WaitCircles>,
-    /// True once there is a cause. Set with it, read by every call.
+    /// True once `state` holds a cause. Set together with it, read by every call.
     pub(super) ended: AtomicBool,
     pub(super) presence: Presence,
-    /// Written by ranks and control threads; never locked while calling out.
+    /// Written by ranks and control threads. Unlocked before any waker or outbox is called.
     pub(super) state: Mutex<State>,
-    /// Waits to wake at each change. Transports add themselves when they are made; those that are gone are removed at
+    /// Wakers of waits, to be called at each change. Added when a transport or wait begins; dropped ones are removed at
     /// the next addition.
     pub(super) wakers: Mutex<Vec<Weak<dyn Wake>>>,
     /// Set once, by the control connections; ranks in one process need none.
@@ -43,13 +43,14 @@ const NO_STEP: u64 = u64::MAX;
 
 /// Activity of one rank of this process.
 pub(super) struct LocalRank {
-    /// Training step, [`NO_STEP`] if the program does not set it. Written by the rank, read when it calls.
+    /// Training step, [`NO_STEP`] if the program does not set it. Written by the rank, read by its calls and
+    /// heartbeats.
     pub(super) step: AtomicU64,
     pub(super) history: History,
 }
 
 pub(super) struct State {
-    /// The first thing that went wrong. Set once, stays.
+    /// The first failure, which ended the world. Set once.
     pub(super) cause: Option<Error>,
     pub(super) tracks: Tracks,
 }

@@ -1,4 +1,5 @@
-//! The reason that a collective waits: follows waits from rank to rank, to the one that keeps all the others waiting.
+//! The reason that a collective waits, found by following waits from rank to rank, to the rank for which all others
+//! wait.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,9 +13,9 @@ const DESCRIBED: usize = 4;
 
 /// Activity of a rank, as far as it is known.
 pub(crate) struct Activity {
-    /// How it ended, in words, if it takes part no more.
+    /// How it ended, as part of a sentence, if it takes part no more.
     pub(crate) left: Option<&'static str>,
-    /// The silent rank that would pass on its messages: what is known of it is old.
+    /// The silent rank that would pass on its messages, if there is one: then its heartbeat is out of date.
     pub(crate) hidden_by: Option<usize>,
     /// Duration of its silence, if it is suspected.
     pub(crate) silent: Option<Duration>,
@@ -25,15 +26,15 @@ pub(crate) struct Activity {
 /// Reason that a collective waits.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Diagnosis {
-    /// The rank that keeps the others waiting, if it is one.
+    /// The rank that keeps the others waiting, if it is a single one.
     pub(crate) culprit: Option<usize>,
-    /// Description of what the awaited ranks do instead; empty if nothing is known.
+    /// Description of what the awaited ranks do instead of the call; empty if nothing is known.
     pub(crate) text: String,
-    /// Pairs of ranks that are both in the call, of which the first waits for the second: its data are missing.
+    /// Pairs of ranks that are both in the call, of which the first waits for data of the second.
     pub(crate) data_missing: Vec<(usize, usize)>,
 }
 
-/// Sign that a rank keeps the others waiting, surest last.
+/// Sign that a rank keeps the others waiting, in growing order of certainty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Sign {
     Idle,
@@ -41,9 +42,9 @@ enum Sign {
     Silent,
 }
 
-/// Ranks whose parts `call` lacks, where this rank waits for `waiting_for` in it. A rank that is in the call itself
-/// stands for the ranks that it waits for, as a rank of this machine may stand for those of another; not one that is
-/// silent or out of sight. `waiting_for` itself if that leads to no rank.
+/// Ranks whose part in `call` has not arrived, where this rank waits for `waiting_for`. An awaited rank that is in the
+/// call, too, may wait for others, for instance as the relay of another machine's data: it is replaced by the ranks
+/// that it waits for, unless it is silent or out of sight. Returns `waiting_for` itself if no rank remains.
 pub(crate) fn missing(call: &CallInfo, waiting_for: &[usize], known: impl Fn(usize) -> Option<Activity>) -> Vec<usize> {
     let mut queue = waiting_for.to_vec();
     let mut seen = Vec::new();
@@ -120,7 +121,7 @@ pub(crate) fn diagnose(
             lines.push(idle(rank, &beat));
             continue;
         }
-        // Calls before this one are out of date: the rank cannot still be in them.
+        // Calls before this one are out of date: a rank of this call's group cannot still be in them.
         for pending in beat.pending.iter().filter(|pending| !earlier(&pending.call, call)) {
             queue.extend(&pending.waiting_for);
             let whom = if pending.waiting_for.is_empty() { "" } else { ", waiting for " };
@@ -146,9 +147,9 @@ fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
     same && (a.group, a.sequence) == (b.group, b.sequence)
 }
 
-/// True if `a` is over for a rank that is in `b`.
+/// True if `a` is an earlier call of the same group than `b`, and so is over.
 fn earlier(a: &CallInfo, b: &CallInfo) -> bool {
-    // Calls between two ranks are counted apart.
+    // Calls between two ranks have no place: they are not ordered with the collectives.
     a.group == b.group && a.place().zip(b.place()).is_some_and(|(a, b)| a < b)
 }
 
@@ -216,7 +217,7 @@ mod tests {
     #[test]
     fn a_rank_in_the_call_stands_for_those_that_it_waits_for() {
         let state = |rank| match rank {
-            // The leaders of two machines, the first of which waits for its neighbour and for the other machine.
+            // The leaders of two machines. The first waits for its neighbour and for the other leader.
             0 => known(in_call(call(1, 5), &[1, 2])),
             2 => known(in_call(call(1, 5), &[0, 3])),
             1 => known(in_call(call(1, 5), &[])),
@@ -224,7 +225,7 @@ mod tests {
         };
         assert_eq!(missing(&call(1, 5), &[0], state), [3]);
         assert_eq!(missing(&call(1, 5), &[2, 4], state), [3, 4]);
-        // Another call, or no heartbeat: its own part is missing.
+        // If rank 0 is in another call, or sent no heartbeat, its own part is missing.
         assert_eq!(missing(&call(1, 6), &[0], state), [0]);
         assert_eq!(missing(&call(1, 5), &[0], |_| None), [0]);
         // A silent rank is missing, whatever it said before.
@@ -233,13 +234,13 @@ mod tests {
             _ => state(rank),
         };
         assert_eq!(missing(&call(1, 5), &[0], silent), [2]);
-        // A rank that is heard through a silent one, which need not be in the group: what it said before is old.
+        // A rank whose messages come through a silent one, which need not be in the group: its heartbeat is old.
         let hidden = |rank| match rank {
             3 => Some(Activity { hidden_by: Some(2), ..known(in_call(call(1, 5), &[]))? }),
             _ => silent(rank),
         };
         assert_eq!(missing(&call(1, 5), &[3], hidden), [3]);
-        // Ranks of one call that wait for each other while its data is on its way.
+        // Ranks of one call that wait for each other while data are on their way.
         assert_eq!(missing(&call(1, 5), &[1], |rank| known(in_call(call(1, 5), &[1 - rank]))), [1]);
     }
 

@@ -1,4 +1,4 @@
-//! Explanations of calls that wait: what is known of the ranks they wait for.
+//! Reports of calls that wait for long, and explanations of timeouts, from what is known of the ranks they wait for.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, millis};
 
 impl Membership {
-    /// Reports that `call` has waited for long, now for these group ranks. No error yet.
+    /// Reports, as a warning and an event, that `call` has waited for long, and still waits for these group ranks.
     pub fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
         let waiting_for = self.missing(&call.info, &call.world_ranks(&waiting_for));
         let Diagnosis { text, .. } = self.diagnose(call, &waiting_for);
@@ -22,7 +22,7 @@ impl Membership {
         self.append_event(&Event::Stall { rank: self.rank, waiting_for, call: described, since_ms, at });
     }
 
-    /// `error` of `call`; a timeout with the reason that the ranks it waited for did not come.
+    /// `error` of `call`. If it is a timeout, adds the reason that the awaited ranks did not come.
     pub(super) fn explained(&self, mut error: Error, call: &Call) -> Error {
         if let Error::Timeout { waiting_for, culprit, why, .. } = &mut error {
             *waiting_for = self.missing(&call.info, waiting_for);
@@ -33,7 +33,7 @@ impl Membership {
         error
     }
 
-    /// Ranks whose parts `call` lacks, see [`missing`].
+    /// Ranks whose part in `call` has not arrived, see [`missing`].
     pub(super) fn missing(&self, call: &CallInfo, waiting_for: &[usize]) -> Vec<usize> {
         missing(call, waiting_for, |rank| self.activity(rank))
     }
@@ -58,7 +58,8 @@ impl Membership {
     /// Activity of `rank`, as far as it is known. `None` for a rank that does not exist.
     pub(super) fn activity(&self, rank: usize) -> Option<Activity> {
         self.shared.peers.get(rank)?;
-        let ended = if self.is_unannounced(rank) { "has ended, and no goodbye of it was heard" } else { "has left" };
+        let ended =
+            if self.is_unannounced(rank) { "has ended, with no connection left for a goodbye" } else { "has left" };
         let left = self.has_left(rank).then_some(ended);
         if rank == self.rank || self.shared.local {
             let local = &self.shared.local_ranks[rank];
@@ -70,7 +71,7 @@ impl Membership {
         } else if let Some(through) = self.routes.through(rank, |rank| self.has_left(rank)) {
             through
         } else {
-            // What was heard of it before the last rank on the way left is old.
+            // No rank is left to pass on its messages, so its last heartbeat is out of date.
             return Some(Activity { left, hidden_by: None, silent: None, beat: None });
         };
         let hidden_by = through.into_iter().find(|through| liveness.suspects(*through));

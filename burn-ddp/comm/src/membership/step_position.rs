@@ -1,4 +1,4 @@
-//! Positions of ranks, by epoch and step, in sequences of steps that the ranks of a group do alike.
+//! Positions of ranks, by epoch and step, in sequences of steps that all ranks of a group do.
 
 use std::fmt;
 
@@ -14,9 +14,9 @@ pub struct Progress {
     pub step: u32,
 }
 
-/// A sequence of steps that the ranks of a group do alike: what one of them does not reach, the others must not pass.
+/// A sequence of steps that all ranks of a group do. No rank may go past a step at which another has stopped.
 ///
-/// On the wire it is two numbers: the group; and the loader, its run from bit 32 on, and bit 63 for backwards.
+/// On the wire it is two numbers: the group; and the loader, with its run from bit 32 on, and bit 63 for backwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(from = "(u64, u64)", into = "(u64, u64)")]
 pub enum Track {
@@ -26,7 +26,8 @@ pub enum Track {
         group: u64,
         /// Number of the loader in this group.
         loader: u32,
-        /// Number of the run of growing epochs, below 2³¹: a loader that begins an epoch again begins another run.
+        /// Number of the run, below 2³¹. In a run epochs only grow: a loader that goes back to an epoch begins a new
+        /// run.
         run: u32,
     },
     /// Backward passes for the batches of a loader.

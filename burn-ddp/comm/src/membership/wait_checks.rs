@@ -1,4 +1,4 @@
-//! Checks that every wait of a call makes besides looking for its sign: end of the world, deadline, stall.
+//! Checks that every wait of a call makes while its data have not come: end of the world, deadline, stall.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +7,15 @@ use crate::Result;
 use crate::call::Call;
 use crate::net::wait::deadline_in;
 
-/// Wait of a call for its peers: ends with the world and at the deadline, reports when it takes long, and names in
-/// heartbeats the ranks that it waits for.
+/// Wait of a call for its peers. It ends with the world and at the deadline, is reported as a stall when it takes long,
+/// and has the heartbeats name the ranks that it waits for.
 ///
-/// A wait looks for its sign, then calls [`look`](Self::look), then blocks until something changes; what changes the
-/// membership wakes it, see [`Membership::add_waker`].
+/// The caller repeats three steps: it looks whether its data have come, calls [`look`](Self::look), and blocks until
+/// more data come, the membership changes (see [`Membership::add_waker`]), or the time that `look` returned is there.
 pub struct Watch<'a> {
     membership: &'a Membership,
     call: &'a Call,
-    /// `None` before the first look: most waits are over before.
+    /// `None` before the first look: most waits end without one, and need no times.
     times: Option<Times>,
     /// Group ranks that the call waits for, as of the last look.
     awaited: Vec<usize>,
@@ -24,10 +24,11 @@ pub struct Watch<'a> {
 
 struct Times {
     deadline: Instant,
-    /// Time of the next report, and the one after that is this much later: each interval is twice the last.
+    /// Time of the next report of a stall.
     report: Instant,
+    /// Time from that report to the one after it. Doubles with each report.
     interval: Duration,
-    /// Time of the next look for ranks that wait for each other; `None` where a monitor does that.
+    /// Time of the next look for a deadlock; `None` between processes, where the monitor looks.
     circle: Option<Instant>,
 }
 
@@ -37,7 +38,7 @@ impl<'a> Watch<'a> {
         Watch { membership, call, times: None, awaited: Vec::new(), failed: false }
     }
 
-    /// Checks that waiting on for these group ranks makes sense. Returns the time of the next look, at the latest.
+    /// Checks that it makes sense to go on waiting for these group ranks. Returns the latest time for the next look.
     ///
     /// # Errors
     /// The cause that ended the world; [`Call::timed_out`] once the deadline has passed.
@@ -80,14 +81,15 @@ impl<'a> Watch<'a> {
 impl Times {
     fn new(membership: &Membership, call: &Call, now: Instant) -> Times {
         let (deadline, interval) = (call.deadline(), membership.options().stall);
-        // What is never due is due at the deadline, which comes first.
+        // A report too far in the future for the clock is set to the deadline, at which the wait ends without it.
         let report = call.started().checked_add(interval).unwrap_or(deadline);
         let circle = membership.is_local().then(|| now + membership.options().heartbeat);
         Times { deadline, report, interval, circle }
     }
 }
 
-/// The wait is over. One that failed, or that the end of the world ended, stays in the report of this rank.
+/// Ends the wait: heartbeats name its ranks no more. A wait that failed, or that the world's end ended, stays in the
+/// post-mortem report of this rank.
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
         if !self.failed && !self.awaited.is_empty() && self.membership.check().is_ok() {

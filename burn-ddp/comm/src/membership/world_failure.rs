@@ -1,4 +1,4 @@
-//! The end of a world: the first cause stays, goes to all ranks, and is returned by every call from then on.
+//! The end of a world by a failure: its first cause is kept, sent to all ranks, and returned by every later call.
 
 use std::sync::atomic::Ordering;
 
@@ -9,13 +9,13 @@ use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event};
 
 impl Membership {
-    /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if it
-    /// has ended already. Never blocks.
+    /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if the
+    /// world has ended already. Never blocks.
     pub fn fail(&self, cause: Error) {
         self.end(cause, true);
     }
 
-    /// Ends the world because this rank gave up.
+    /// Ends the world because of a failure of this rank.
     pub(crate) fn fail_self(&self, cause: String) {
         self.fail(self.own_error(cause));
     }
@@ -25,7 +25,7 @@ impl Membership {
         Error::PeerFailed { peer: self.shared.peers[self.rank].clone(), cause: capped(cause), during: None }
     }
 
-    /// Ends the world because the connection to `rank` broke without a goodbye.
+    /// Ends the world because `rank` is lost: it died, or cannot be reached.
     pub fn peer_lost(&self, rank: usize, cause: impl Into<String>) {
         self.fail(self.lost_error(rank, cause));
     }
@@ -33,19 +33,18 @@ impl Membership {
     /// Error of a wait for `rank` after it left or closed its side of a group, or ended unheard.
     pub fn left_error(&self, rank: usize) -> Error {
         if self.is_unannounced(rank) {
-            return self
-                .lost_error(rank, "its process has ended, and no rank was connected to it that heard a goodbye");
+            return self.lost_error(rank, "its process has ended, and no connection was left for a goodbye");
         }
         Error::PeerLeft { peer: self.shared.peers[rank].clone(), during: None }
     }
 
-    /// Error of a wait for `rank` after its connection broke.
+    /// Error of a wait for `rank`, which is lost.
     pub fn lost_error(&self, rank: usize, cause: impl Into<String>) -> Error {
         Error::PeerLost { peer: self.shared.peers[rank].clone(), cause: capped(cause.into()), during: None }
     }
 
-    /// Turns `error` into what a collective returns: the root cause, with the first call of this rank that met it.
-    /// Ends the world unless the group stays usable.
+    /// The error that `call` returns for `error`: the root cause, with the first call of this rank that returned it.
+    /// Ends the world, unless `error` leaves the group usable.
     pub(crate) fn conclude(&self, error: Error, call: &Call) -> Error {
         if error.group_usable() {
             return error.noticed_by(&call.info);
@@ -69,17 +68,17 @@ impl Membership {
             self.shared.ended.store(true, Ordering::Release);
         }
         if !send && self.has_left(self.rank) {
-            // It left in peace. Only a call that another thread is in returns the cause, and reports it.
+            // This rank has left in peace. If another thread is in a call, that call returns the cause and reports it.
             return self.wake_all();
         }
-        // Before the others hear of it, and so before any of them can end because of it.
+        // Written before the others hear of the failure, and so before any of them can end because of it.
         self.append_event(&Event::Failed {
             rank: self.rank,
             culprit: cause.culprit().or_else(|| cause.is_of_this_process().then_some(self.rank)),
             cause: cause.to_string(),
             at: post_mortem::now_ms(),
         });
-        tracing::error!(rank = self.rank, %cause, "the world ends");
+        tracing::error!(rank = self.rank, %cause, "a failure ends the world");
         if send {
             self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
         }
@@ -87,7 +86,7 @@ impl Membership {
         self.wake_all();
     }
 
-    /// Error of the other ranks for this rank's `cause`: one about this process names its rank.
+    /// The error that other ranks return for `cause`: an error about this process then names this rank.
     pub(super) fn for_others(&self, cause: Error) -> Error {
         if !cause.is_of_this_process() {
             return cause;
@@ -97,7 +96,7 @@ impl Membership {
     }
 }
 
-/// Shortens `text` to what a control message has room for.
+/// Shortens `text` so that it fits into a control message.
 pub(super) fn capped(mut text: String) -> String {
     const MAX_BYTES: usize = 4096;
     if text.len() > MAX_BYTES {

@@ -9,9 +9,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::interface::Interface;
 
-/// Longest attempt to connect to one address, so that all addresses of a name are tried.
+/// Longest attempt to connect to one address, so that the other addresses of a name are tried, too.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// Pause between two attempts, while the other side may not have started yet.
+/// Pause between two attempts to connect to a listener that may not have started yet.
 pub(crate) const RETRY: Duration = Duration::from_millis(50);
 
 /// True if `host` can only mean this machine, judged without a look-up.
@@ -36,8 +36,8 @@ pub(crate) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Addresses of `host`. "localhost" is 127.0.0.1 here: both ends must mean the same address, whatever the resolver
-/// prefers.
+/// Addresses of `host`. "localhost" is 127.0.0.1 whatever the resolver prefers, so that listener and client mean the
+/// same address.
 pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     if host.eq_ignore_ascii_case("localhost") {
         return Ok(vec![SocketAddr::from(([127, 0, 0, 1], port))]);
@@ -49,8 +49,8 @@ pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// Connections that the kernel keeps for a listener until they are accepted, if its own limit allows. Without room,
-/// both sides wait for seconds, and a thousand ranks come at once.
+/// Connections that the kernel keeps for a listener until they are accepted, if its own limit allows. A thousand ranks
+/// connect at once, and each that finds no room tries again only after seconds.
 const BACKLOG: i32 = 4096;
 
 /// Sets up a listener: non-blocking, with room for many connections at once.
@@ -59,7 +59,7 @@ pub(crate) fn listener(socket: &Socket) -> io::Result<()> {
     socket.set_nonblocking(true)
 }
 
-/// Binds `host:port`. Tries for a second while the port is in use: the process that had it may be just ending.
+/// Binds `host:port`. Tries for a second while the port is in use, since the process that has it may be just ending.
 pub(crate) fn bind(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
@@ -70,7 +70,7 @@ pub(crate) fn bind(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     }
 }
 
-/// Binds `host:port`, if it is free now: all addresses of the name that this machine has, with one port.
+/// Binds `host:port` if it is free now, at all addresses of the name that this machine has, with one port.
 pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     bind_all(&resolve(host, port)?)
 }
@@ -78,8 +78,8 @@ pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
 /// Ports that are tried for one that is free at several addresses.
 const FREE_PORTS_TRIED: usize = 16;
 
-/// Binds all of `addresses` that this machine has; port 0 is one free port. An error if the port is in use at one of
-/// them: clients that come there would meet another program.
+/// Binds all of `addresses` that this machine has; port 0 means one free port for all. An error if the port is in use
+/// at one of them: clients that connect there would reach another program.
 pub(crate) fn bind_all(addresses: &[SocketAddr]) -> io::Result<Vec<TcpListener>> {
     let any_port = addresses.iter().all(|address| address.port() == 0);
     let mut left = if any_port { FREE_PORTS_TRIED } else { 1 };
@@ -103,7 +103,7 @@ fn bind_each(addresses: &[SocketAddr]) -> io::Result<Vec<TcpListener>> {
         }
         match TcpListener::bind(address) {
             Ok(listener) => listeners.push(listener),
-            // A listener at all addresses includes the others.
+            // A listener on the unspecified address serves the others already: then this is no error.
             Err(e) if e.kind() == ErrorKind::AddrInUse && !bound.ip().is_unspecified() => {
                 return Err(io::Error::new(e.kind(), format!("{address}: {e}")));
             }
@@ -119,7 +119,7 @@ fn bind_each(addresses: &[SocketAddr]) -> io::Result<Vec<TcpListener>> {
 pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
     for (nth, &address) in addresses.iter().enumerate() {
-        // Each has its share of the time, as the network may swallow what goes to one of them.
+        // Each address gets a share of the time, since the network may drop all packets to one of them.
         let share = deadline.saturating_duration_since(Instant::now()) / (addresses.len() - nth) as u32;
         let left = share.min(ATTEMPT);
         if left.is_zero() {
@@ -134,7 +134,7 @@ pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: I
     Err(last)
 }
 
-/// Address of this machine from which packets to `host` would leave. Sends nothing.
+/// Address of this machine from which packets to `host` would leave. Sends no packet.
 pub(crate) fn from_where(host: &str, port: u16) -> io::Result<IpAddr> {
     let mut last = io::Error::from(ErrorKind::NotFound);
     for address in resolve(host, port)? {
@@ -157,7 +157,7 @@ fn connect_to(address: SocketAddr, via: &Interface, timeout: Duration) -> io::Re
     Ok(socket)
 }
 
-/// Sets up a fresh connection: non-blocking, and sending at once.
+/// Sets up a fresh connection: non-blocking, without delay of small messages (`TCP_NODELAY`).
 pub(crate) fn ready(socket: impl Into<Socket>) -> io::Result<Socket> {
     let socket = socket.into();
     socket.set_nonblocking(true)?;
@@ -219,11 +219,11 @@ mod tests {
             let socket = connect_any(&[*address], &Interface::default(), soon()).unwrap();
             assert_eq!(socket.peer_addr().unwrap().as_socket(), Some(*address));
         }
-        // An address that other machines have is none to bind.
+        // An address of another machine is not bound.
         let elsewhere = ([192, 0, 2, 1], 0).into();
         assert_eq!(bind_all(&[elsewhere, both[0]]).unwrap().len(), 1);
         assert!(bind_all(&[elsewhere]).is_err());
-        // Everywhere includes both.
+        // The unspecified address includes both.
         let everywhere = bind("::", 0).unwrap();
         for ip in [both[0].ip(), both[1].ip()] {
             let port = everywhere[0].local_addr().unwrap().port();
@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn an_address_that_swallows_all_leaves_time_for_the_next() {
         let Ok(open) = TcpListener::bind("[::1]:0") else { return eprintln!("skipped: no IPv6 here") };
-        // A listener whose queue is full answers nothing.
+        // A listener with a full queue does not answer.
         let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         full.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
         full.listen(0).unwrap();

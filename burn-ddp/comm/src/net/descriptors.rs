@@ -1,4 +1,4 @@
-//! File descriptors of this process: their limit, the number that a world needs, and errors for want of them.
+//! File descriptors of this process: their limit, the number that a world needs, and errors for lack of them.
 
 use std::io;
 
@@ -6,23 +6,23 @@ use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
-/// Descriptors of a program besides those of its world: standard streams, data files, a device.
+/// Descriptors that a program needs besides those of its world: standard streams, data files, a device.
 const PROGRAM: u64 = 64;
-/// Descriptors of a rank that do not grow with the world: listener, store, wakers.
+/// Descriptors that a rank needs in a world of any size: listener, store, wakers.
 const RANK: u64 = 8;
 /// Descriptors of a control connection.
 const CONTROL: u64 = 1;
-/// Groups over tcp for which there should be room: scalars, gradients, metrics, and one of the user's.
+/// Groups over tcp for which a rank should have room: scalars, gradients, metrics, and one of the user's.
 const GROUPS: u64 = 4;
 
-/// Number of ranks of the largest world in which a process that can have `limit` descriptors takes part comfortably,
-/// with groups over tcp.
+/// Number of ranks of the largest world in which `limit` descriptors are enough for a process, with a few groups over
+/// tcp.
 pub fn largest_world(limit: u64) -> u64 {
     let fixed = PROGRAM + RANK + 2 * GROUPS;
     1 + limit.saturating_sub(fixed) / (CONTROL + GROUPS)
 }
 
-/// Descriptors with which a world of `world_size` ranks goes comfortably; see [`largest_world`].
+/// Descriptors that are enough for a rank of a world of `world_size` ranks with a few groups over tcp.
 fn comfortable(world_size: usize) -> u64 {
     PROGRAM + RANK + 2 * GROUPS + (world_size as u64 - 1) * (CONTROL + GROUPS)
 }
@@ -42,17 +42,18 @@ pub(crate) fn raise_limit() {
     }
 }
 
-/// Descriptors of a rank when it joins: it posts them, and they are judged when all machines are known.
+/// Limit and use of descriptors of a rank that joins. The rank posts them; they are checked once the machines of all
+/// ranks are known.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Room {
-    /// `None` if it may have any number.
+    /// `None` if the process may have any number.
     limit: Option<u64>,
-    /// Those it has, and those of a store's clients that come.
+    /// Descriptors that are open, and those that the clients of its store will need.
     taken: u64,
 }
 
 impl Room {
-    /// Room of this process, which serves the store to this many ranks.
+    /// Room of this process, which serves the store to `served` other ranks.
     pub(crate) fn here(served: usize) -> Room {
         let limit = limit();
         let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
@@ -78,14 +79,14 @@ impl Room {
     }
 }
 
-/// The reason and the fix if `e` is for want of descriptors or ports on this machine, in a world of `world_size` ranks.
+/// The reason and the fix if `e` is due to a lack of descriptors or ports on this machine; else `None`.
 pub(crate) fn shortage(e: &io::Error, world_size: usize) -> Option<String> {
     let comfortable = comfortable(world_size);
     match Errno::from_io_error(e)? {
         Errno::MFILE => {
             let limit = getrlimit(Resource::Nofile).current.map_or("all".to_owned(), |limit| format!("all {limit}"));
             Some(format!(
-                "it has {limit} open files that it may have; a world of {world_size} ranks goes well with \
+                "it has {limit} open files that it may have; a world of {world_size} ranks needs about \
                  {comfortable}: raise the hard limit (`ulimit -Hn {comfortable}`), or close files of the program"
             ))
         }

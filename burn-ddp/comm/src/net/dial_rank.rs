@@ -1,4 +1,4 @@
-//! One authenticated connection to another rank's listener, given up when the world ends.
+//! An authenticated connection to another rank's listener. The attempt ends when the world ends.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -22,7 +22,7 @@ pub(crate) struct Dial<'a> {
     pub(crate) to: &'a PeerAddress,
     /// Local interface from which to connect.
     pub(crate) via: &'a Interface,
-    /// Key that both ends prove to know.
+    /// Key that both ends must prove to know.
     pub(crate) key: &'a LinkKey,
     /// Rank that listens there.
     pub(crate) peer: usize,
@@ -38,9 +38,10 @@ pub(crate) enum Undialled {
 }
 
 impl Dial<'_> {
-    /// Connects and proves to know the key. Tries again until `until` where the listener may have been too busy. Awaits
-    /// the end of a handshake that the listener has begun by then for as long as `answer_by` says, see [`introduce`].
-    /// Ends as soon as `membership`, if there is one, knows that the world has ended or the peer has left.
+    /// Connects and performs the handshake. Gives up at `until` if the listener has not greeted by then. Tries again
+    /// for a while if it closes the connection, as a busy listener does. Waits for its answer beyond `until`, as long
+    /// as `answer_by` allows, see [`introduce`]. Ends at once when `membership`, if there is one, notes that the world
+    /// has ended or the peer has left.
     pub(crate) fn connect(
         &self,
         until: Instant,
@@ -48,7 +49,7 @@ impl Dial<'_> {
         membership: Option<&Arc<Membership>>,
     ) -> Result<SecureStream, Undialled> {
         let Dial { to, via, key, peer, purpose } = self;
-        // Among many connections at a time the listener may drop one unheard; it hears the next.
+        // A listener that has too many connections at a time closes some before their handshake: another attempt helps.
         let insist_until = until.min(Instant::now() + HANDSHAKE_DEADLINE);
         let me = Introduction { key: &key.key, tag: key.tag, to: Role::Rank(*peer as u32), purpose: *purpose };
         let addresses = to.look_up().map_err(Undialled::Unresolved)?;
@@ -75,7 +76,7 @@ impl Dial<'_> {
 }
 
 impl Undialled {
-    /// The reason and the fix if it is for want of descriptors or ports here; see [`descriptors::shortage`].
+    /// The reason and the fix if this machine lacks descriptors or ports; see [`descriptors::shortage`].
     pub(crate) fn shortage(&self, world_size: usize) -> Option<String> {
         match self {
             Self::Unconnected(e) => descriptors::shortage(e, world_size),
@@ -83,7 +84,7 @@ impl Undialled {
         }
     }
 
-    /// True if the process that listens there does not want the connection.
+    /// True if the process that listens there has refused the connection.
     pub(crate) fn is_verdict(&self) -> bool {
         matches!(self, Self::Refused(Refusal::Refused(_) | Refusal::Misdirected(_)))
     }
@@ -97,7 +98,7 @@ impl Undialled {
         }
     }
 
-    /// True if nothing has answered so far.
+    /// True if the peer gave no answer in time, to the attempt to connect or in the handshake.
     pub(crate) fn is_silence(&self) -> bool {
         match self {
             Self::Unconnected(e) | Self::Refused(Refusal::NotOurs(e)) => e.kind() == ErrorKind::TimedOut,
@@ -115,7 +116,7 @@ impl fmt::Display for Undialled {
     }
 }
 
-/// Ends a handshake that is in vain: the membership wakes it.
+/// Ends a handshake that is in vain. The membership wakes it when the world ends or a rank leaves.
 struct Hangup {
     /// `None` once the handshake is over: the connection may carry what the peer sent before it left.
     socket: Mutex<Option<Socket>>,
@@ -129,11 +130,12 @@ impl Hangup {
         let hangup = Arc::new(Hangup { socket, membership: membership.clone(), peer });
         let weak: Weak<dyn Wake> = Arc::downgrade(&hangup) as Weak<dyn Wake>;
         membership.add_waker(weak);
-        // What happened before is not announced again.
+        // The membership does not announce earlier changes again.
         hangup.wake();
         Ok(hangup)
     }
 
+    /// True if the world has ended or the peer has left.
     fn is_due(&self) -> bool {
         self.membership.check().is_err() || self.membership.has_left(self.peer)
     }
@@ -145,8 +147,8 @@ impl Hangup {
 
 impl Wake for Hangup {
     fn wake(&self) {
-        // A peer that has left may have let this end in before, and sent something: that is still read. Either way the
-        // handshake meets the end of the connection.
+        // A peer that has left may have accepted this end before, and sent data that are still to be read: then only
+        // the sending side is shut down. Either way the handshake meets the end of the connection.
         let how = match self.membership.check() {
             Err(_) => Shutdown::Both,
             Ok(()) if self.membership.has_left(self.peer) => Shutdown::Write,
@@ -161,11 +163,22 @@ impl Wake for Hangup {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
-    use std::net::{TcpListener, TcpStream};
+    use std::net::{SocketAddr, TcpListener, TcpStream};
+    use std::thread;
+    use std::time::Duration;
 
     use super::*;
+    use crate::auth::hmac_key::KEY_BYTES;
+    use crate::auth::unauthenticated_connections::Strangers;
+    use crate::engine::tcp::{Reach, TcpFabric};
     use crate::membership::ControlMessage;
-    use crate::{Machines, PeerInfo, WorldOptions};
+    use crate::membership::control::Links;
+    use crate::net::peer_addresses::PeerAddresses;
+    use crate::post_mortem::Event;
+    use crate::world_member::Seat;
+    use crate::{JobKey, LaunchEnv, Machines, Meeting, PeerInfo, World, WorldOptions};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     /// Rank 0 of two, a connection with rank 1, and its hangup.
     fn begun() -> (Arc<Membership>, Socket, TcpStream, Arc<Hangup>) {
@@ -200,5 +213,61 @@ mod tests {
         let mut got = Vec::new();
         mine.read_to_end(&mut got).unwrap();
         assert_eq!(got, b"theirs");
+    }
+
+    /// Address of rank 0, which is stopped in the middle of every handshake: it greets each client and answers none.
+    fn stopped_after_its_greeting() -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        thread::spawn(move || {
+            let mut strangers = Strangers::new(Role::Rank(0));
+            for client in listener.incoming() {
+                strangers.receive(bind_and_connect::ready(client.unwrap()).unwrap(), None);
+            }
+        });
+        address
+    }
+
+    /// Rank 1 of two, which dials rank 0 at `address` for data.
+    fn rank_1(address: SocketAddr, options: WorldOptions) -> (World, Arc<Membership>) {
+        let peers: Vec<_> = (0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let machines = Machines::new(&[(); 2]);
+        let membership = Membership::new(1, peers.clone(), machines.clone(), options.clone());
+        let addresses = PeerAddresses::new(vec![(address.ip().to_string(), address.port()); 2]);
+        let key = JobKey::trusting_network("job", 0).links(&[1; KEY_BYTES]);
+        let reach = Reach { rank: 1, addresses, key, via: Interface::default(), links: Arc::new(Links::new(1, 2)) };
+        let fabric = Arc::new(TcpFabric::new(reach, membership.clone()));
+        let (member, keep_alive) = (membership.clone(), None);
+        let seat = Seat { rank: 1, local_world_size: 2, machines, peers, membership: member, fabric, keep_alive };
+        (World::from_seat(seat, options), membership)
+    }
+
+    #[test]
+    fn a_peer_that_is_stopped_in_the_middle_of_a_handshake_is_reported_as_a_stall() {
+        let directory = tempfile::tempdir().unwrap();
+        let events = directory.path().join("events");
+        std::fs::File::create_new(&events).unwrap();
+        let options = WorldOptions { stall: Duration::from_millis(500), timeout: PATIENCE, ..WorldOptions::default() };
+        let (world, membership) = rank_1(stopped_after_its_greeting(), options);
+        let meeting = Meeting::Rank0 { host: "localhost".into(), port: 1 };
+        membership.report_to(&LaunchEnv { events: Some(events.clone()), ..LaunchEnv::new(1, 2, meeting, "job") });
+        let (reported, ended) = thread::scope(|scope| {
+            let call = scope.spawn(|| world.group().map(drop));
+            let deadline = Instant::now() + PATIENCE / 4;
+            let reported = loop {
+                let written = std::fs::read_to_string(&events).unwrap();
+                let first = written.lines().next().and_then(Event::parse);
+                if first.is_some() || Instant::now() >= deadline {
+                    break first;
+                }
+                thread::sleep(Duration::from_millis(5));
+            };
+            membership.fail_self("the test is over".to_owned());
+            (reported, call.join().unwrap())
+        });
+        assert!(ended.unwrap_err().to_string().contains("the test is over"), "the end of the world ends the handshake");
+        let Some(Event::Stall { rank: 1, waiting_for, call, .. }) = reported else { panic!("no stall: {reported:?}") };
+        assert_eq!(waiting_for, [0]);
+        assert!(call.starts_with("World::group (group 1) called at "), "{call}");
     }
 }

@@ -1,12 +1,12 @@
 //! Encrypted postcard messages over a non-blocking socket.
 //!
 //! A message travels in records: a little-endian `u16` length and that many bytes, sealed under the keys of the
-//! connection and the record's number. A record says whether it is the last of its message, and then holds some of the
-//! message's bytes. A record that was changed, left out, repeated or moved on its way ends the connection by an error,
-//! before anything in it is looked at. A message longer than the connection's cap is refused before its bytes come,
-//! memory grows only with bytes that arrived, and nothing is read beyond the message asked for.
+//! connection and the record's number. The first byte of its content says whether it is the last record of its message,
+//! the rest are bytes of the message. A record that was changed, left out, repeated or moved on its way ends the
+//! connection by an error, before anything in it is parsed. A message longer than the connection's cap is refused
+//! before its bytes come, memory grows only with bytes that arrived, and nothing is read beyond the message asked for.
 //!
-//! The end of a connection says nothing: every machine on the path can make one. Ranks leave by a message.
+//! The end of a connection proves nothing, since any machine on the path can cause it. So ranks leave by a message.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -23,7 +23,7 @@ use crate::auth::secure_stream::{RECORD_CAP, SEAL_BYTES, SecureStream, SessionKe
 
 /// Bytes of a record's length.
 const LENGTH: usize = 2;
-/// First byte of what a record says: more records of its message follow, or none.
+/// First byte of a record's content: more records of its message follow, or it is the last.
 const MORE: u8 = 0;
 const LAST: u8 = 1;
 /// Most bytes of a message in a record.
@@ -45,11 +45,11 @@ pub(crate) struct WireReader {
     cap: usize,
     /// Number of the next record.
     number: u64,
-    /// The incomplete record, length included.
+    /// Bytes of the record that is being read, its length included.
     record: Vec<u8>,
-    /// First byte of the last record.
+    /// Content of the latest record.
     opened: Vec<u8>,
-    /// The incomplete message.
+    /// Bytes of the message that is being read.
     message: Vec<u8>,
     /// Time at which the latest bytes of an incomplete message arrived.
     since: Option<Instant>,
@@ -62,9 +62,9 @@ pub(crate) struct WireWriter {
     keys: SessionKeys,
     /// Number of the next record.
     number: u64,
-    /// Bytes that the socket did not take yet.
+    /// Sealed bytes that the socket has not taken yet.
     unsent: Vec<u8>,
-    /// Time at which the socket took the latest of them, or at which they began to wait.
+    /// Time at which the socket last took some of them, or at which they began to wait; `None` if there are none.
     since: Option<Instant>,
 }
 
@@ -89,7 +89,7 @@ impl Wire {
         Ok(Self { reader, writer })
     }
 
-    /// The two ends, for two threads. They share the socket.
+    /// The receiving and the sending end, for two threads. They share the socket.
     pub(crate) fn split(self) -> (WireReader, WireWriter) {
         (self.reader, self.writer)
     }
@@ -98,12 +98,12 @@ impl Wire {
         &self.reader.socket
     }
 
-    /// As of the [writer](WireWriter::queue).
+    /// See [`WireWriter::queue`].
     pub(crate) fn queue(&mut self, message: &impl Serialize) -> io::Result<()> {
         self.writer.queue(message)
     }
 
-    /// As of the [writer](WireWriter::flush).
+    /// See [`WireWriter::flush`].
     pub(crate) fn flush(&mut self) -> io::Result<bool> {
         self.writer.flush()
     }
@@ -112,13 +112,13 @@ impl Wire {
         self.writer.wants_write()
     }
 
-    /// As of the [reader](WireReader::next).
+    /// See [`WireReader::next`].
     pub(crate) fn next<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
         self.reader.next()
     }
 
-    /// Time since which the peer neither goes on with its message nor reads ours; `None` if there is nothing to go on
-    /// with. A peer on a slow link goes on all the time.
+    /// Time since which the peer has sent no more of a message that it began, or read no more of one that waits for it;
+    /// `None` if there is no such message. A peer on a slow link makes progress all the time and is not stalled.
     pub(crate) fn stalled_since(&self) -> Option<Instant> {
         match (self.reader.since, self.writer.since) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -183,7 +183,7 @@ impl WireWriter {
         Ok(())
     }
 
-    /// Sends what the socket takes now; `true` when nothing is left. Never blocks.
+    /// Sends the bytes that the socket takes now; `true` if none are left. Never blocks.
     pub(crate) fn flush(&mut self) -> io::Result<bool> {
         let mut sent = 0;
         let result = loop {
@@ -246,7 +246,7 @@ impl WireReader {
         parsed
     }
 
-    /// Reads on; true if `record` is whole.
+    /// Reads more bytes of the record; true if it is complete.
     fn read_record(&mut self) -> io::Result<bool> {
         loop {
             let have = self.record.len();
@@ -270,7 +270,7 @@ impl WireReader {
         }
     }
 
-    /// Length of a record that holds something, and no more than the cap leaves.
+    /// Checks the length of a record: it must hold some content, and no more than the cap of its message leaves.
     fn check_length(&self, length: u16) -> io::Result<usize> {
         let length = usize::from(length);
         let Some(part) = length.checked_sub(SEAL_BYTES + 1) else {
@@ -300,12 +300,12 @@ fn invalid(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Er
     io::Error::new(ErrorKind::InvalidData, cause)
 }
 
-/// A peer that knows the keys, and sends any bytes as what its records say.
+/// A peer that knows the keys, and sends arbitrary bytes as the content of its records.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     use crate::store::protocol::Request;
     const CAP: usize = 512;
-    // Within what a socket buffers, so that one thread suffices.
+    // Few enough bytes for a socket's buffer, so that one thread suffices.
     let bytes = &bytes[..bytes.len().min(16 * 1024)];
     let Some((first, rest)) = bytes.split_first() else { return };
     static KEYS: std::sync::OnceLock<[SessionKeys; 2]> = std::sync::OnceLock::new();
@@ -314,7 +314,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let mut theirs = Wire::new(theirs, CAP).expect("a socket").split().1;
     let mut ours = Wire::new(ours, CAP).expect("a socket");
     if first % 4 == 0 {
-        // A stranger on the path, who has no keys.
+        // An attacker on the path, without the keys.
         theirs.unsent.extend_from_slice(rest);
     } else {
         for part in rest.split(|byte| byte == first) {
@@ -393,7 +393,7 @@ mod tests {
             let (mut a, mut b) = pair(64);
             let mut record = sealed(&mut a, &["attack"]).remove(0);
             record[bit / 8] ^= 1 << (bit % 8);
-            // A length that grew asks for more: an honest record, and the end.
+            // If the length grew, the reader needs more bytes: an honest record and the end of the stream follow.
             (&*a.writer.socket).write_all(&record).unwrap();
             a.send(&"attack", soon()).unwrap();
             drop(a);
@@ -418,7 +418,7 @@ mod tests {
                 }
             }
         }
-        // Said back to its sender, and said on another connection.
+        // A record that is sent back to its sender, and one that is sent on another connection.
         let (mut a, b) = pair(64);
         let record = sealed(&mut a, &["0"]).remove(0);
         let (c, mut d) = pair(64);
@@ -473,7 +473,7 @@ mod tests {
         let short = Instant::now() + Duration::from_millis(20);
         assert_eq!(b.recv::<u8>(short).unwrap_err().kind(), ErrorKind::TimedOut);
         let first = b.stalled_since().unwrap();
-        // A slow peer is no stalled one.
+        // A slow peer is not stalled.
         (&*a.writer.socket).write_all(&[0]).unwrap();
         let short = Instant::now() + Duration::from_millis(20);
         assert_eq!(b.recv::<u8>(short).unwrap_err().kind(), ErrorKind::TimedOut);

@@ -5,12 +5,11 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::{Error, Result};
 
-/// The addresses to use, in the system's order; if there are none, the system chooses.
+/// Addresses of the chosen network interface, in the system's order; none if the system is to choose.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Interface {
     addresses: Vec<IpAddr>,
-    /// Number of the link of addresses that are valid on a link only, by which the store was reached; 0 if it has
-    /// none.
+    /// Scope id of the link by which the store was reached, for link-local addresses; 0 if the store's is not one.
     zone: u32,
 }
 
@@ -18,7 +17,7 @@ impl Interface {
     /// Finds an interface by its name or by one of this machine's addresses.
     ///
     /// # Errors
-    /// [`Error::Environment`] if this machine has no such interface; lists those it has.
+    /// [`Error::Environment`] if this machine has no such interface; the message lists those that it has.
     pub(crate) fn find(text: &str) -> Result<Interface> {
         let all: Vec<(String, IpAddr)> = if_addrs::get_if_addrs()
             .map_err(|e| Error::environment(format!("cannot list this machine's network interfaces: {e}")))?
@@ -36,13 +35,13 @@ impl Interface {
         Ok(Interface { addresses, zone: 0 })
     }
 
-    /// The same, with the link by which the store was reached.
+    /// The same addresses, with the scope id of the link by which the store was reached.
     pub(crate) fn with_zone(self, zone: u32) -> Interface {
         Interface { zone, ..self }
     }
 
-    /// `address` on the link by which the store was reached, if it is valid on a link only and names none: another
-    /// machine's number of the link means nothing here, so ranks post their addresses without.
+    /// `address` with the scope id of the link by which the store was reached, if it is link-local and has none. Ranks
+    /// post their addresses without, since a scope id means nothing on another machine.
     pub(crate) fn in_zone(&self, mut address: SocketAddr) -> SocketAddr {
         if let SocketAddr::V6(address) = &mut address
             && address.ip().is_unicast_link_local()
@@ -70,7 +69,8 @@ impl Interface {
         }
     }
 
-    /// Address on which to listen, if one was chosen; of the family of `like` where there is a choice.
+    /// Address of the chosen interface on which to listen, of the family of `like` if it has one; `None` if no
+    /// interface was chosen.
     pub(crate) fn listens(&self, like: IpAddr) -> Option<IpAddr> {
         let same_family = |address: &&IpAddr| address.is_ipv4() == like.is_ipv4();
         self.addresses.iter().find(same_family).or(self.addresses.first()).copied()

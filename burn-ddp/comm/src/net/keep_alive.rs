@@ -1,15 +1,15 @@
-//! Probes on idle connections, so that the kernel finds out that a machine or the way to it is gone.
+//! Probes on idle connections, by which the kernel notices that a machine, or the network to it, is gone.
 
 use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// Probes sent in vain before a connection is given up. Elsewhere than on Linux the kernel gives up after as many as it
-/// likes.
+/// Unanswered probes after which a connection is given up. Only Linux lets a program choose; other systems have their
+/// own number.
 const PROBES: u32 = 4;
 
-/// Sends probes while the connection is idle: they keep routers on the way from forgetting it, and end it if no
-/// answer comes for `timeout`. A process that is merely stopped does not matter, its machine still answers.
+/// Has the kernel send probes while the connection is idle. They keep firewalls and NAT from forgetting the connection,
+/// and end it if no answer comes for `timeout`. A stopped process does not end it, since its kernel still answers.
 pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
     let probe = Duration::from_secs((whole_seconds(timeout).as_secs() / u64::from(PROBES)).clamp(1, 30));
     let probes = socket2::TcpKeepalive::new().with_time(probe).with_interval(probe);
@@ -19,10 +19,10 @@ pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Resu
     Ok(())
 }
 
-/// Ends the connection, too, if what is sent is not acknowledged for `timeout`.
+/// Has the kernel end the connection also if data that were sent are not acknowledged for `timeout`.
 ///
-/// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room, as
-/// silent. A rank that computes for long while data wait for it is not gone.
+/// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room in its
+/// buffer, as silent. A data connection to a rank that computes for long would be ended.
 #[cfg_attr(not(target_os = "linux"), expect(unused_variables, reason = "the kernel has no such limit"))]
 pub(crate) fn limit_silence(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
     #[cfg(target_os = "linux")]
@@ -30,7 +30,7 @@ pub(crate) fn limit_silence(socket: &impl AsFd, timeout: Duration) -> io::Result
     Ok(())
 }
 
-/// The kernel knows whole seconds, and at most some hours of them.
+/// `timeout` in the range that the kernel takes: at least a second, at most a day.
 fn whole_seconds(timeout: Duration) -> Duration {
     timeout.clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600))
 }

@@ -1,13 +1,13 @@
 //! Sockets below the store, the control connections and the tcp engine.
 //!
 //! - [`bind_and_connect`]: host names, loopback, binding and connecting with errors a person can act on;
-//! - [`descriptors`]: how many this process may have, and errors for want of them;
+//! - [`descriptors`]: how many file descriptors this process may have, and errors for lack of them;
 //! - [`interface`]: the addresses to listen on and to connect from;
-//! - [`name_lookup`]: names looked up again with a back-off;
+//! - [`name_lookup`]: a host name that is looked up again and again, with a back-off;
 //! - [`peer_addresses`]: addresses of the ranks, looked up once;
 //! - [`keep_alive`]: probes on idle connections;
 //! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
-//! - [`dial_rank`]: a proved connection to another rank;
+//! - [`dial_rank`]: an authenticated connection to another rank;
 //! - [`encrypted_messages`]: encrypted, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
@@ -30,8 +30,8 @@ pub(crate) mod wait;
 
 use rustix::net::SendFlags;
 
-/// Flags of every send: a connection that the peer has closed is an error, and no SIGPIPE. Apple has an option of
-/// sockets for that, which std and socket2 set.
+/// Flags of every send: on a connection that the peer has closed it returns an error and raises no SIGPIPE. On Apple's
+/// systems an option of the socket does that, which std and socket2 set.
 #[cfg(not(target_vendor = "apple"))]
 pub(crate) const SEND_FLAGS: SendFlags = SendFlags::NOSIGNAL;
 #[cfg(target_vendor = "apple")]

@@ -1,4 +1,4 @@
-//! Look-ups of a host's name, with a back-off.
+//! Look-ups of a host name, with a back-off.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::bind_and_connect;
 
-/// Least and most time for which what a look-up found is used.
+/// Shortest and longest time for which the result of a look-up is used.
 const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
 
-/// A host to which connections are tried again and again: its name is looked up first at once, then after pauses that
-/// double, since it may get another address, or its first.
+/// A host to which connections are tried again and again. Its name is looked up at once, and again after pauses that
+/// double, since the name may get another address, or its first one, meanwhile.
 #[derive(Debug)]
 pub(crate) struct NameLookup {
     host: String,

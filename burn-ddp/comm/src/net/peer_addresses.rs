@@ -1,5 +1,5 @@
-//! Addresses where the ranks of a world listen. Each name is looked up once: a world's ranks stay where they are, and
-//! training must not depend on a name server.
+//! Addresses where the ranks of a world listen. Each host name is looked up once: ranks do not move while their world
+//! exists, and training must not depend on a name server.
 
 use std::collections::HashMap;
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::bind_and_connect;
 
-/// Listening addresses by rank. Clones share what was looked up.
+/// Listening addresses by rank. Clones share the results of look-ups.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PeerAddresses(Arc<[PeerAddress]>);
 
@@ -43,7 +43,7 @@ impl PeerAddresses {
         self.0.len()
     }
 
-    /// Looks up all names that were not looked up yet, up to the first failure: that one and the rest are looked up
+    /// Looks up all names that were not looked up yet. Stops at the first failure: that name and the rest are looked up
     /// when they are needed.
     pub(crate) fn look_up_all(&self) {
         if let Err(error) = self.0.iter().try_for_each(|address| address.look_up().map(drop)) {
@@ -62,7 +62,7 @@ impl PeerAddress {
     /// Addresses of the host, with the port.
     ///
     /// # Errors
-    /// The name cannot be looked up, which says nothing about the rank. The next call tries again.
+    /// The name cannot be looked up; the rank itself may be well. The next call tries again.
     pub(crate) fn look_up(&self) -> io::Result<Vec<SocketAddr>> {
         self.look_up_by(|host| bind_and_connect::resolve(host, 0))
     }

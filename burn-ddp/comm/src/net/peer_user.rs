@@ -1,7 +1,7 @@
 //! The user of the process at the other end of a unix socket.
 //!
-//! rustix asks too, but its type has no value for pid 0, by which the kernel shows a process of another PID namespace,
-//! such as a rank in another container.
+//! rustix has this call, too, but its type of a pid cannot be 0, which the kernel gives for a process of another PID
+//! namespace, such as a rank in another container.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -33,10 +33,11 @@ unsafe extern "C" {
     fn getsockopt(socket: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut u32) -> c_int;
 }
 
-/// Process and user at the other end of `socket`, when it was connected. The pid is `None` in another PID namespace.
+/// Id and user of the process at the other end of `socket`, as of the time when it was connected. The id is `None` for
+/// a process of another PID namespace.
 ///
 /// # Errors
-/// Those of the system.
+/// The errors of the system call.
 pub(super) fn peer_user(socket: &impl AsFd) -> io::Result<(Option<u32>, u32)> {
     let mut found = Credentials::default();
     let mut len = size_of::<Credentials>() as u32;

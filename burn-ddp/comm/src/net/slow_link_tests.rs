@@ -1,5 +1,5 @@
-//! Tests of the store over a slow link: a rank that takes or sends a long message bit by bit is not cut off, however
-//! long that takes, and one that stops is.
+//! Tests of the store over a slow link: the store does not close the connection of a rank that sends or receives a long
+//! message slowly, however long that takes, but does so if the rank stops in the middle of a message.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -12,9 +12,9 @@ use crate::store::Serving;
 use crate::{JobKey, LaunchEnv, Meeting, ReduceOp, Result, Store, StoreClient, World, WorldOptions};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Pause of a begun message at which the store of these tests gives a client up.
+/// Pause in a message after which the store of these tests closes a client's connection.
 const DEADLINE: Duration = Duration::from_millis(500);
-/// Buffers of the sockets, so that a long message does not fit into them.
+/// Bytes of the sockets' buffers, into which a long message does not fit.
 const BUFFER_BYTES: usize = 8 * 1024;
 /// A link of 400 KB/s passes on this much of each direction per [`TICK`].
 const PIECE_BYTES: usize = 2048;
@@ -62,7 +62,7 @@ impl Link {
     }
 }
 
-/// Until either end closes.
+/// Passes on bytes in one direction until either end closes.
 fn pass(mut from: TcpStream, mut to: TcpStream, piece_bytes: usize, most_bytes: usize) {
     let mut piece = vec![0; piece_bytes];
     let mut passed = 0;
@@ -74,7 +74,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, piece_bytes: usize, most_bytes: 
         passed += n;
         thread::sleep(TICK);
     }
-    // The sockets stay open, so that neither end hears of it.
+    // The sockets stay open, so that neither end notices it.
     thread::sleep(PATIENCE);
 }
 
@@ -104,7 +104,7 @@ fn a_message_that_takes_longer_than_the_deadline_of_pauses_arrives() {
         let link = Link::start(to, PIECE_BYTES, usize::MAX);
         match exchange(&link, &job, &value) {
             Ok(times) => return assert!(times.iter().all(|time| *time > DEADLINE), "no slow link: {times:?}"),
-            // A busy machine may have stopped a thread for as long as that.
+            // A busy machine may have stopped a thread for longer than the deadline.
             Err(error) => assert!(begin.elapsed() < PATIENCE, "{error}"),
         }
     }

@@ -1,5 +1,5 @@
-//! Tests with a relay in the middle of a connection, without the secret, that changes what passes: nothing changed is
-//! accepted.
+//! Tests with a relay in the middle of a connection that does not know the secret and changes the bytes that pass: no
+//! changed byte is accepted.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -55,9 +55,9 @@ struct Relay {
 
 #[derive(Default)]
 struct Shared {
-    /// For connections that come from now on: the side, and what happens to it.
+    /// The change of later connections, and the side whose bytes are changed.
     tamper: Mutex<Option<(usize, Tamper)>>,
-    /// Bytes of each side that passed, of all connections.
+    /// Number of bytes of each side that have passed, on all connections.
     passed: [AtomicUsize; 2],
     /// Everything that both sides sent.
     seen: Mutex<Vec<u8>>,
@@ -114,7 +114,7 @@ impl Drop for Relay {
 }
 
 impl Shared {
-    /// Passes one side's bytes on: those of the handshake as they come, then record by record.
+    /// Passes one side's bytes on: in the handshake as they come, then record by record.
     fn pump(&self, side: usize, tamper: Tamper, mut from: &TcpStream, mut to: &TcpStream) {
         let (mut sent, mut records, mut waiting, mut held) = (0, 0, Vec::new(), None);
         let mut some = [0; 4096];
@@ -192,7 +192,7 @@ fn no_tampered_byte_is_accepted_by_the_store() {
         for nth in 0..3 {
             cases.extend([Tamper::Drop(nth), Tamper::Cut(nth)].map(|tamper| (side, tamper)));
         }
-        // The last answer has no successor that would show that it came twice.
+        // Not the last answer: it could not be noticed that it came twice, since no other follows.
         cases.extend((0..2).flat_map(|nth| [Tamper::Repeat(nth), Tamper::Swap(nth)]).map(|tamper| (side, tamper)));
     }
     let soon = Duration::from_millis(200);
@@ -284,8 +284,8 @@ fn controlled(side: usize, tamper: Tamper) -> Ranks {
     Ranks { relay, controls, memberships }
 }
 
-/// What becomes of one rank's world while the other, which is `side` of the connection, sends three heartbeats and a
-/// goodbye: `Ok` if that one has left in peace.
+/// Result of one rank, which hears three heartbeats and a goodbye of the other rank, `side` of the connection: `Ok` if
+/// the goodbye arrived.
 fn heard(side: usize, tamper: Tamper) -> (Result<()>, Ranks) {
     let ranks = controlled(side, tamper);
     // The client is rank 1.
@@ -319,7 +319,7 @@ fn no_tampered_byte_is_accepted_on_a_control_connection() {
             cases.extend((0..30).map(|at| Tamper::FlipIn(nth, at)));
             cases.extend([Tamper::Drop(nth), Tamper::Repeat(nth), Tamper::Swap(nth)]);
         }
-        // Once a rank has left, what seems to come from it concerns no one.
+        // Not the goodbye: once a rank has left, later messages that seem to come from it are ignored.
         cases.retain(|tamper| *tamper != Tamper::Repeat(3));
         for tamper in cases {
             let error = heard(side, tamper).0.expect_err(&format!("{tamper:?} was not noticed"));
@@ -394,7 +394,7 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     }
     theirs.read_exact(&mut got).unwrap();
     assert_eq!(&got, b"gradients");
-    // What the first line of docs/security.md says.
+    // Unencrypted, as the first line of docs/security.md says.
     assert!(lock(&relay.shared.seen).windows(9).any(|bytes| bytes == b"gradients"));
 }
 
@@ -428,7 +428,7 @@ fn with_data_relayed(encrypt_data: bool) -> (Relay, [World; 2]) {
 
 const DATA: [i64; 64] = [i64::from_le_bytes(*b"gradient"); 64];
 
-/// Results of each rank: the sum of small data and of large ones.
+/// Reduces small data, then large ones; the result of each rank.
 fn sums(worlds: [World; 2]) -> [Result<()>; 2] {
     let rank_main = |world: World| {
         let group = world.group()?;

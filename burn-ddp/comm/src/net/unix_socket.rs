@@ -1,8 +1,7 @@
-//! Sockets that no other user of the machine can serve or reach: abstract unix sockets whose peer is asked for its
-//! user.
+//! Unix sockets for processes of one user: abstract ones, on which both ends check the user of the other.
 //!
-//! An abstract name needs no file and is gone with its owner, so nothing is left behind. Any user of the machine may
-//! bind or connect to it, so both ends ask the kernel for the user of the other.
+//! An abstract name needs no file and is free again when its owner ends, so nothing is left behind. Any user of the
+//! machine may bind such a name or connect to it, so both ends ask the kernel for the user of the other end.
 
 use std::io;
 
@@ -21,7 +20,7 @@ pub(crate) fn bind(name: &str) -> io::Result<Socket> {
 #[cfg(target_os = "linux")]
 pub(crate) fn connect(name: &str) -> io::Result<Socket> {
     let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
-    // A full backlog is an error at once, not a wait without end.
+    // With a full backlog, a blocking connect would wait without a deadline; this one fails at once.
     socket.set_nonblocking(true)?;
     socket.connect(&address(name)?)?;
     check_peer(&socket)?;
@@ -34,7 +33,7 @@ fn packets() -> io::Result<Socket> {
     Socket::new(socket2::Domain::UNIX, kind.into(), None)
 }
 
-/// Listens at `name` for connections that keep the boundaries of messages.
+/// Listens at `name` for connections that keep the boundaries of messages (`SOCK_SEQPACKET`).
 #[cfg(target_os = "linux")]
 pub(crate) fn bind_packets(name: &str) -> io::Result<Socket> {
     let socket = packets()?;
@@ -43,7 +42,7 @@ pub(crate) fn bind_packets(name: &str) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Like [`connect`], to what [`bind_packets`] listens on; stays non-blocking.
+/// Like [`connect`], to a listener of [`bind_packets`]. The socket is non-blocking.
 #[cfg(target_os = "linux")]
 pub(crate) fn connect_packets(name: &str) -> io::Result<Socket> {
     let socket = packets()?;
@@ -65,11 +64,11 @@ pub(crate) fn check_peer(socket: &Socket) -> io::Result<()> {
         return Ok(());
     }
     let process = pid.map_or("a process of another PID namespace".to_owned(), |pid| format!("process {pid}"));
-    let message = format!("{process} of user {uid} is there, this is user {me}");
+    let message = format!("{process} of user {uid} is at the other end, but this process is of user {me}");
     Err(io::Error::new(io::ErrorKind::PermissionDenied, message))
 }
 
-/// Address of `name`: below a prefix of ours, so that no other program has it by chance; hashed, since a name may be
+/// Address of `name`: under burn-ddp's prefix, so that no other program has it by chance; hashed, since a name may be
 /// longer than an address.
 #[cfg(target_os = "linux")]
 fn address(name: &str) -> io::Result<socket2::SockAddr> {
@@ -138,7 +137,7 @@ mod tests {
             socket.listen(1).unwrap();
             println!("\nready");
             drop(socket.accept().unwrap());
-            // The other way round: it serves, this process comes.
+            // Now this process, of the other user, connects to a listener of the parent.
             let address = socket2::SockAddr::unix(format!("\0{name}, served")).unwrap();
             Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap().connect(&address).unwrap();
             return;

@@ -1,4 +1,4 @@
-//! Waits for sockets with a deadline, and a waker that ends them.
+//! Waits for sockets with a deadline, and a waker that ends such a wait.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -32,8 +32,8 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Res
     }
 }
 
-/// Interrupts a [`wait`] from another thread by a byte in a socket pair. Waking never blocks; waking twice is waking
-/// once.
+/// Interrupts a [`wait`] from another thread by a byte in a socket pair. Waking never blocks; several wakes before the
+/// wait count as one.
 #[derive(Debug)]
 pub(crate) struct Waker {
     /// Written by the thread that wakes.
@@ -51,7 +51,7 @@ impl Waker {
     }
 
     pub(crate) fn wake(&self) {
-        // A full buffer means that a wake is already pending, which is all that is wanted.
+        // An error means that the buffer is full: a wake is pending already.
         let _ = (&self.ring).write(&[1]);
     }
 

@@ -1,4 +1,4 @@
-//! A reduction, cut in blocks where intermediate results wait in the first cache level.
+//! A reduction, cut into blocks whose intermediate results stay in the first cache level.
 
 use super::fold_and_weights::{Fold, Weights};
 use super::kernel::{Isa, Pass};
@@ -11,12 +11,12 @@ const MIN_BLOCK: usize = 64;
 /// Bytes of a block that is copied while it is in the first cache level.
 const DIRECT_BLOCK: usize = 8192;
 
-/// Memory for blocks, on the stack. Its size is what clearing it costs a small reduction against how often a large one
-/// starts anew.
+/// Memory for blocks, on the stack. Its size is a compromise: more would cost a small reduction time to clear, less
+/// would cut a large one into more blocks.
 #[repr(align(64))]
 struct Scratch<const BYTES: usize>([u8; BYTES]);
 
-/// A reduction, but for the place of its result.
+/// A reduction, without the place of its result.
 #[derive(Clone, Copy)]
 pub(super) struct Plan<'a> {
     pub(super) isa: Isa,
@@ -48,12 +48,12 @@ impl Plan<'_> {
         match per_element * (to.0.len() >> self.shift()) {
             ..=1024 => self.in_blocks(&mut Scratch([0; 1024]).0, per_element, to),
             _ if per_element * MIN_BLOCK <= 16384 => self.in_blocks(&mut Scratch([0; 16384]).0, per_element, to),
-            // A world of hundreds.
+            // A world of hundreds of ranks.
             _ => self.in_blocks(&mut vec![0; per_element * MIN_BLOCK], per_element, to),
         }
     }
 
-    /// Reduces in one pass that writes to `out`. Blocks serve the copy to `also`, while they are in the cache.
+    /// Reduces in one pass that writes to `out`. Blocks serve the copy to `also`, made while they are in the cache.
     fn direct(&self, out: &mut [u8], also: Option<&mut [u8]>) -> Result<()> {
         let Some(also) = also else { return self.one_pass(0, out) };
         for (nth, (block, copy)) in out.chunks_mut(DIRECT_BLOCK).zip(also.chunks_mut(DIRECT_BLOCK)).enumerate() {
@@ -86,7 +86,8 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// Reduces what begins at byte `start` of the sources into `target`; `old` is what is there in the output.
+    /// Reduces the bytes of the sources from `start` on into `target`; `old` has the same bytes of the output, for
+    /// [`Source::Output`].
     fn block(&self, old: &[u8], start: usize, slots: &mut [u8], target: &mut [u8]) -> Result<()> {
         let (len, arity) = (target.len(), self.arity());
         let slot = len >> self.shift() << self.accumulator_shift();
@@ -128,7 +129,7 @@ impl Plan<'_> {
         }
     }
 
-    /// All of the reduction of what is at byte `start`, if there are few enough sources.
+    /// Reduces the bytes from `start` on in one pass; for few enough sources.
     fn one_pass(&self, start: usize, target: &mut [u8]) -> Result<()> {
         let mut sources = [Source::Output; MAX_SOURCES];
         for (part, source) in sources.iter_mut().zip(self.sources) {
@@ -150,7 +151,7 @@ impl Plan<'_> {
         factors
     }
 
-    /// Logarithm of the bytes of an element: dividing takes longer than a small reduction.
+    /// Binary logarithm of the bytes of an element, to shift by: a division takes longer than a small reduction.
     fn shift(&self) -> u32 {
         self.dtype.size_bytes().trailing_zeros()
     }

@@ -19,7 +19,7 @@ pub(super) trait Number: Copy {
     fn mul(self, right: Self) -> Self;
     fn min(self, right: Self) -> Self;
     fn max(self, right: Self) -> Self;
-    /// Every NaN becomes the same one: which of two operands a sum takes its NaN from is up to the compiler.
+    /// Makes every NaN the same one, since it is up to the compiler from which of two operands a sum takes its NaN.
     fn canonical(self) -> Self;
 }
 
@@ -65,7 +65,7 @@ impl Stored for f16 {
     }
 }
 
-/// Place of an f16's exponent once its mantissa is where an f32 has its own.
+/// Left shift that puts the mantissa of an f16 where an f32 has its own.
 const F16_SHIFT: u32 = 13;
 
 /// The value of an f16, which is exact. A signalling NaN stays one.
@@ -78,15 +78,15 @@ fn widen_f16(bits: u16) -> f32 {
     f32::from_bits(scaled | not_finite | u32::from(bits & 0x8000) << 16)
 }
 
-/// The bits of the nearest f16, ties to even. Of NaNs only the canonical one comes here.
+/// The bits of the nearest f16, ties to even. The only NaN that `x` can be is the canonical one.
 #[inline(always)]
 fn round_to_f16(x: f32) -> u16 {
     let sign = x.to_bits() & 1 << 31;
     let magnitude = x.to_bits() ^ sign;
     let even = (magnitude >> F16_SHIFT) & 1;
-    // Carries into the exponent, and from the largest one into infinity.
+    // Rounding may carry into the exponent, and from the largest exponent into infinity.
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + even) >> F16_SHIFT;
-    // Adding half has the processor round at the last place of subnormal numbers.
+    // Adding 0.5 makes the processor round at the last place of a subnormal f16.
     let half = f32::from_bits((127 - 1) << 23);
     let subnormal = (f32::from_bits(magnitude) + half).to_bits().wrapping_sub(half.to_bits());
     let not_finite = if magnitude > 0xff << 23 { 0x7e00 } else { 0x7c00 };
@@ -111,7 +111,7 @@ impl Stored for bf16 {
     }
 }
 
-/// The bits of the nearest bf16, ties to even. Of NaNs only the canonical one comes here, and it stays what it is.
+/// The bits of the nearest bf16, ties to even. The only NaN that `x` can be is the canonical one, which stays as it is.
 #[inline(always)]
 fn round_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -119,7 +119,7 @@ fn round_to_bf16(x: f32) -> u16 {
     (bits.wrapping_add(0x7fff + even) >> 16) as u16
 }
 
-/// A bool as a byte: 0, or anything else.
+/// A bool as a byte: 0 is false, anything else is true.
 pub(super) struct Flag;
 
 impl Stored for Flag {
@@ -218,7 +218,7 @@ macro_rules! floats {
     )*};
 }
 
-/// The bits of the NaN that results are.
+/// The bits of the canonical NaN.
 pub(super) const NAN_F32: u32 = 0x7fc0_0000;
 const NAN_F64: u64 = 0x7ff8 << 48;
 

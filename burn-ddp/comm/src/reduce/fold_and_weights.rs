@@ -1,4 +1,4 @@
-//! Operations of a reduction: what folds two elements, and the factors and the divisor of a sum.
+//! Operations of a reduction: the operation on two elements, and the factors and the divisor of a sum.
 
 use super::tree::MAX_SOURCES;
 use crate::{DType, ReduceOp};
@@ -23,14 +23,14 @@ impl Fold {
         }
     }
 
-    /// Number of sources of `dtype` that a pass takes. The sums that training lives on get loops for any number of
-    /// them.
+    /// Most sources of `dtype` that a pass takes. Sums of floats, which training consists of, have loops for each
+    /// number up to [`MAX_SOURCES`].
     pub(super) fn arity(self, dtype: DType) -> usize {
         if self == Fold::Sum && dtype.is_float() { MAX_SOURCES } else { 2 }
     }
 }
 
-/// Factors of the sources of a sum of floats, and the divisor of the sum. Ones change nothing.
+/// Factors of the sources of a sum of floats, and the divisor of the sum. Factors and divisors of 1 change nothing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Weights {
     pub(super) factors: [f64; MAX_SOURCES],
@@ -41,7 +41,8 @@ impl Weights {
     pub(super) const ONE: Weights = Weights { factors: [1.0; MAX_SOURCES], total: 1.0 };
 }
 
-/// The division of a sum by its total. Multiplying by the inverse of a power of two rounds like dividing.
+/// The division of a sum by its total, or the multiplication by its inverse if it is a power of two, which rounds
+/// alike.
 #[derive(Clone, Copy)]
 pub(super) struct Scale<T> {
     pub(super) divides: bool,

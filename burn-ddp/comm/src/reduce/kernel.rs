@@ -23,7 +23,7 @@ pub(super) enum Isa {
 }
 
 impl Isa {
-    /// Those that this processor has, best last.
+    /// The instructions that this processor has, best last.
     pub(super) fn all() -> impl Iterator<Item = Isa> {
         #[cfg(target_arch = "x86_64")]
         let more = [x86::Avx2::detect().map(Isa::Avx2), x86::Avx512::detect().map(Isa::Avx512)];
@@ -47,7 +47,7 @@ pub(super) struct Pass<'a> {
 
 impl Pass<'_> {
     /// Reduces `sources`, in order and as many as [`Fold::arity`] at most, into `out`; all have the same number of
-    /// whole elements. [`Source::Output`] only if `from` is `to`.
+    /// whole elements. A source may be [`Source::Output`] only if `from` is `to`.
     pub(super) fn run(&self, sources: &[Source<'_>], out: &mut [u8]) -> Result<()> {
         use DType::*;
         match (self.from, self.to) {

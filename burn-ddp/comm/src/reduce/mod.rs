@@ -45,13 +45,13 @@ mod tree;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-/// Most ranks whose weights are sorted out on the stack.
+/// Most ranks for which a weighted mean keeps sources and factors on the stack.
 const FEW: usize = 32;
 
-/// The operation that makes one of the sources, one per rank in rank order.
+/// The operation that reduces the sources, one per rank in rank order, to one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Reduction<'a> {
-    /// All sources alike.
+    /// A reduce op; all sources count alike.
     Op(ReduceOp),
     /// Σ wᵣxᵣ / Σ wᵣ with these weights, which are finite, not negative, and not all zero.
     Weighted(&'a [f64]),
@@ -112,7 +112,7 @@ fn reduce_with(
     }
 }
 
-/// Fails if there is no such reduction.
+/// Fails if `reduction` is not defined for `dtype`.
 fn check_defined(dtype: DType, reduction: Reduction<'_>) -> Result<()> {
     let defined = match reduction {
         Reduction::Op(op) => op.supports(dtype),
@@ -127,8 +127,8 @@ fn divisor(op: ReduceOp, ranks: usize) -> f64 {
     if op == ReduceOp::Mean { ranks as f64 } else { 1.0 }
 }
 
-/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`,
-/// which has room for all.
+/// The weighted mean over the ranks with a weight above 0, as if the others did not exist: `present`, with room for
+/// all, gets the sources and factors of these only.
 fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>], &'a mut [f64])) -> Plan<'a> {
     let (sources, factors) = present;
     let mut count = 0;
@@ -143,8 +143,8 @@ fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>],
     }
 }
 
-/// Scales the weights of the ranks that have one; the divisor of their sum. `None` if all are equal: factors are not
-/// needed then.
+/// Scales the weights of the ranks that have one; returns the divisor of their sum. `None` if all are equal, since
+/// factors are not needed then.
 fn scale(factors: &mut [f64]) -> Option<f64> {
     if factors.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;

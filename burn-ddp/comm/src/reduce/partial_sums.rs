@@ -1,5 +1,5 @@
-//! A reduction in parts: results of whole subtrees, made in one place, and put together in another to the bits that a
-//! reduction in one place yields.
+//! A reduction in parts: the results of whole subtrees are made in one place and put together in another, to the same
+//! bits as a reduction in one place.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ pub(crate) struct Terms {
     total: f64,
 }
 
-/// The result of a subtree: of one rank in the elements' own type, of several in the accumulator's.
+/// The result of a subtree: in the elements' own type for one rank, in the accumulator's for several.
 #[derive(Clone, Debug)]
 pub(crate) struct Leaf<'a> {
     pub(crate) places: Range<usize>,
@@ -40,7 +40,7 @@ pub(crate) struct Leaf<'a> {
 /// Form of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// A [`Leaf`], which other parts are to be added to.
+    /// The bytes of a [`Leaf`], to be put together with other parts.
     Partial,
     /// Elements, divided and rounded.
     Final,
@@ -78,7 +78,6 @@ impl Terms {
         Ok((&self.ranks, &self.factors, self.total) == (&theirs.ranks, &theirs.factors, theirs.total))
     }
 
-    /// The rank at each place.
     pub(crate) fn ranks(&self) -> &[usize] {
         &self.ranks
     }
@@ -93,7 +92,7 @@ impl Terms {
         let (to, total) = match form {
             Form::Final => (self.dtype, self.total),
             Form::Partial if places.len() == 1 => {
-                // As it is.
+                // One rank's elements as they are.
                 leaves.iter().for_each(|leaf| out.copy_from_slice(leaf.bytes));
                 return Ok(());
             }
@@ -159,7 +158,8 @@ impl Terms {
         self.pass(accumulator, to, &Weights { total, ..Weights::ONE }).run(&sides, out)
     }
 
-    /// Vector instructions leave sums of bf16 in an order of their own, which is no order for other machines.
+    /// Vector instructions leave accumulated bf16 in an order of their own, unlike other machines: such passes are
+    /// portable.
     fn pass<'w>(&self, from: DType, to: DType, weights: &'w Weights) -> Pass<'w> {
         let isa = if self.dtype == DType::BF16 && from != to { Isa::Portable } else { self.isa };
         Pass { isa, fold: self.fold, from, to, weights }

@@ -1,5 +1,5 @@
-//! Loops over elements one by one: the definition of each operation, compiled for what every processor has and, from
-//! [`x86`](super::x86), for more.
+//! Loops over elements one by one: the definition of each operation, compiled for what every processor has and, where
+//! [`x86`](super::x86) calls them, for more.
 
 // Counting over arrays of known length compiles to straight vector code.
 #![allow(clippy::needless_range_loop)]

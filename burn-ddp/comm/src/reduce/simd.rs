@@ -109,8 +109,8 @@ pub(super) fn f32s<S: Simd, In: SimdElement, Out: SimdElement>(
     }
 }
 
-/// The operation on one vector of each source. Not a closure: it must be part of the loop that has the vector
-/// instructions.
+/// The operation on one vector of each source. Not a closure, since it must be inlined into the loop that has the
+/// vector instructions.
 trait Combine<S: Simd, const K: usize>: Copy {
     fn combine(self, simd: S, x: [S::V; K]) -> S::V;
 }

@@ -1,5 +1,5 @@
-//! Reductions of a few elements on two ranks: a loss, a flag, a count. The way of large buffers would take longer
-//! than the reduction.
+//! Reductions of a few elements on two ranks: a loss, a flag, a count. The steps that large buffers need would take
+//! longer than the reduction itself.
 
 use half::bf16;
 

@@ -19,7 +19,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Number of bytes; `None` for the output's.
+    /// Number of bytes; `None` for [`Source::Output`].
     #[inline]
     pub(super) fn len(&self) -> Option<usize> {
         match self {

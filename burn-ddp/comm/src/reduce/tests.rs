@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::kernel::Isa;
 use super::*;
 
-/// Every so many of the sizes; Miri is slow.
+/// Step between the sizes that are tested, since Miri is slow.
 const STEP: usize = if cfg!(miri) { 12 } else { 1 };
 
 /// Miri does not know the instructions that convert f16, which are used where `-C target-feature=+f16c` promises them.
@@ -82,7 +82,8 @@ macro_rules! expected_float {
                 Reduction::Op(ReduceOp::Product) => by_levels(all, &|a, b| a * b),
                 Reduction::Weighted(weights) => {
                     let present = || weights.iter().zip(elements).filter(|(weight, _)| **weight > 0.0);
-                    // Of those in the tests the largest is between 1 and 2. Equal ones are no weights at all.
+                    // The largest weight of the tests is between 1 and 2, so none is scaled. Equal weights count as
+                    // none.
                     let equal = present().all(|(weight, _)| *weight == 1.5);
                     let factor = |weight: f64| if equal { 1.0 } else { weight as $acc };
                     let total = present().map(|(weight, _)| f64::from(factor(*weight))).sum::<f64>() as $acc;

@@ -1,7 +1,7 @@
 //! The vector instructions of x86-64.
 //!
-//! A value of [`Avx2`] or [`Avx512`] exists only where the processor was asked and has the instructions, which is all
-//! that the calls of intrinsics below need to be sound.
+//! A value of [`Avx2`] or [`Avx512`] exists only if the processor was found to have the instructions, which is all that
+//! the calls of intrinsics below need to be sound.
 
 #![allow(unsafe_code)]
 

@@ -13,12 +13,12 @@ use crate::poison_free_locks::lock;
 use crate::store::Serving;
 use crate::{Error, JobKey, Result, Secret};
 
-/// Key under which rank 0 puts `host:port`, behind [`MADE`] if it made the secret.
+/// Key under which rank 0 puts `host:port` of its store, after the prefix [`MADE`] if rank 0 made the secret.
 const PLACE: &str = "burn-ddp";
 const MADE: &str = "made@";
 
-/// Agreement of the ranks of this process's job. Process-wide as the session with the process manager: a second world
-/// of this process meets at the same place.
+/// Meeting point on which the ranks of this process's job agreed. There is one per process, as there is one session
+/// with the process manager: a second world of this process meets at the same place.
 static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 
 #[derive(Clone)]
@@ -49,7 +49,7 @@ pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> 
         return Ok(Agreed { job: job_key(&env, &meeting)?, meeting, server });
     };
     let job = JobKey::new(&secret, &job_id, env.restart_count);
-    // The first time rank 0 hosts the store already.
+    // For the first world, rank 0 hosts the store already; for later ones it is yet to host it.
     let meeting = match server {
         Some(_) => Meeting::Launcher { host, port },
         None => Meeting::Rank0 { host, port },
@@ -57,8 +57,8 @@ pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> 
     Ok(Agreed { meeting, job, server })
 }
 
-/// Rank 0 hosts the store on a free port of `host`, publishes the address, and answers each rank with the secret, if no
-/// file has it. All that is published can be read in mpirun's log.
+/// Rank 0 hosts the store on a free port of `host` and publishes the address. If the secret is in no file, rank 0 makes
+/// one and sends it to each rank, sealed, since all that is published can be read in mpirun's log.
 fn exchange(
     pmi: &mut Pmi,
     env: &LaunchEnv,
@@ -118,7 +118,7 @@ fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
     let hosted = bind_and_connect::bind(host, 0).and_then(|listeners| {
         let at = listeners.iter().map(TcpListener::local_addr).collect::<Result<Vec<_>, _>>()?;
         if at.iter().all(|at| at.ip().is_loopback()) {
-            return Err(std::io::Error::other("that means loopback here, where ranks on other machines cannot come"));
+            return Err(std::io::Error::other("that means loopback here, which ranks on other machines cannot reach"));
         }
         Ok((Serving::start(listeners, job)?, at[0].port()))
     });

@@ -1,4 +1,4 @@
-//! Connects a rank that joins to its neighbours, for control messages.
+//! Control connections of a rank that joins, to its neighbours.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::net::interface::Interface;
 use crate::net::peer_addresses::PeerAddresses;
 use crate::{Error, PeerInfo, Result};
 
-/// Time between two looks for failures of other ranks.
+/// Time between two checks for failures of other ranks.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// A rank and the means to connect to its neighbours.
@@ -53,9 +53,9 @@ impl Neighbours<'_> {
     fn dial(&self, entry: &Entry, met: &Met, deadline: Instant) -> Result<SecureStream> {
         let (rank, peer) = (self.routes.rank(), &entry.peer);
         let purpose = Purpose::Control { rank: rank as u32 };
-        let Some(to) = self.to.get(peer.rank) else { return Err(unreached(peer, "for want of an address")) };
+        let Some(to) = self.to.get(peer.rank) else { return Err(unreached(peer, "since its address is unknown")) };
         let dial = Dial { to, via: self.via, key: self.key, peer: peer.rank, purpose };
-        // A name that cannot be looked up is more likely one that the peer does not have.
+        // A name that cannot be looked up is blamed on the peer: more likely, its machine does not have that name.
         dial.connect(deadline, by(deadline), None).map_err(|cause| match cause.shortage(met.entries.len()) {
             Some(why) => Error::environment(format!("{} cannot join: {why}", met.entries[rank].peer)),
             None => unreached(peer, &format!("at {to}: {cause}")),
@@ -81,7 +81,7 @@ impl Neighbours<'_> {
 fn unreached(peer: &PeerInfo, how: &str) -> Error {
     Error::Rendezvous {
         message: format!(
-            "{peer} came, but could not be reached {how}; it has probably ended, or a firewall is between"
+            "{peer} came, but could not be reached {how}; it has probably ended, or a firewall blocks the connection"
         ),
         came: Vec::new(),
         missing: vec![peer.rank],
@@ -98,11 +98,11 @@ mod tests {
     use crate::rendezvous::entry;
     use crate::{JobKey, LaunchEnv, Meeting, StoreClient, StoreServer, World, WorldOptions};
 
-    /// Deadline of joining, and so of the connections; the errors come within half of it.
+    /// Deadline of joining, and so of the connections. The errors must come within half of it.
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Meets the other ranks and ends before it connects to any, as seen from outside: the connection to the store and
-    /// the listener close.
+    /// Takes part in the round and ends before it connects to any rank: as with a process that ends, its connection to
+    /// the store and its listener close.
     fn end_once_met(env: &LaunchEnv, options: &WorldOptions, address: &str, job: &JobKey) -> Instant {
         let store = StoreClient::connect(address, job, PATIENCE).unwrap();
         let (_listener, listens) = control::listen(IpAddr::V4(Ipv4Addr::LOCALHOST), &Interface::default()).unwrap();

@@ -1,4 +1,4 @@
-//! One round of meeting in the store: each rank posts its entry, and one verdict counts for all.
+//! One round of the rendezvous in the store: each rank posts its entry, and one verdict counts for all ranks.
 
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,9 @@ use crate::store::{Serving, Store, StoreClient};
 use crate::topology::Machines;
 use crate::{Error, JobKey, PeerInfo, Result};
 
-/// Rounds of one job in one store; more would be a program that joins in a loop.
+/// Most rounds of one job in one store; a program that needs more joins in a loop.
 const ROUNDS_CAP: u32 = 10_000;
-/// Time that the other ranks wait longer than the rank that hosts the store.
+/// Time by which the other ranks wait longer than the rank that hosts the store.
 const AFTER_THE_HOST: Duration = Duration::from_secs(1);
 
 /// A rank's entry in the store.
@@ -23,10 +23,10 @@ const AFTER_THE_HOST: Duration = Duration::from_secs(1);
 pub(super) struct Entry {
     pub(super) peer: PeerInfo,
     pub(super) world_size: usize,
-    /// Address on which it listens.
+    /// Host name or address, and port, at which other ranks reach its listener.
     pub(super) host: String,
     pub(super) port: u16,
-    /// Equal for ranks that can share memory; not known on all systems.
+    /// Equal for ranks that can share memory; `None` on systems where that is not known.
     pub(super) memory: Option<String>,
     /// Equal for ranks of one machine.
     pub(super) machine: String,
@@ -45,11 +45,11 @@ impl Entry {
 enum Verdict {
     /// All ranks came.
     Complete {
-        /// Random: with the job's key it yields the key of this world's connections.
+        /// Random bytes, from which and the job's key the key of this world's connections is derived.
         token: [u8; KEY_BYTES],
         entries: Vec<Entry>,
     },
-    /// They did not all come, or do not fit together.
+    /// Not all ranks came, or their settings contradict each other.
     Failed(Error),
 }
 
@@ -69,16 +69,16 @@ pub(super) struct Round<'a> {
     pub(super) me: &'a Entry,
     /// The store, if it lives in this process.
     pub(super) server: Option<&'a Serving>,
-    /// True if a launcher watches the ranks: it knows better how one ended.
+    /// True if a launcher watches the ranks, and reports how one ended.
     pub(super) is_watched: bool,
     pub(super) start: Instant,
     pub(super) deadline: Instant,
 }
 
 impl Round<'_> {
-    /// Posts this rank and waits for the verdict. Until this rank has [joined](Self::joined), the end of its connection
-    /// to the store fails the ranks that wait for the verdict, unless a launcher does, and those that are
-    /// [still connecting](Self::check).
+    /// Posts this rank's entry and waits for the verdict. If this rank's connection to the store ends before it has
+    /// [joined](Self::joined), the store fails the ranks that are [still connecting](Self::check), and, where no
+    /// launcher watches the ranks, those that wait for the verdict.
     pub(super) fn attend(&self) -> Result<Met> {
         let number = self.post()?;
         let mut last_will = vec![(self.key(number, "lost"), encode(&self.lost("while the ranks connected"))?)];
@@ -88,7 +88,7 @@ impl Round<'_> {
         }
         self.store.last_will(last_will)?;
         if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
-            // Entries that cannot be read fail the others, too: they would wait in vain.
+            // If entries cannot be read, that error is the verdict, since no other verdict would come.
             let verdict = self.complete(number).unwrap_or_else(Verdict::Failed);
             self.decide(number, &verdict)?;
         }
@@ -107,7 +107,7 @@ impl Round<'_> {
         }
     }
 
-    /// Error of the others after this rank's end.
+    /// Error that the other ranks return if this rank ends.
     fn lost(&self, when: &str) -> Error {
         let message = format!("{} ended, or lost its connection to the store, {when}", self.me.peer);
         Error::Rendezvous { message, came: Vec::new(), missing: vec![self.me.peer.rank] }
@@ -116,7 +116,7 @@ impl Round<'_> {
     /// Checks that no rank has failed since all came.
     ///
     /// # Errors
-    /// The first failure. None if the store cannot be asked: its host may have joined and left.
+    /// The first failure. `Ok` if the store cannot be asked, since its host may have joined and left.
     pub(super) fn check(&self, met: &Met) -> Result<()> {
         match self.store.get(&self.key(met.number, "lost"), Duration::ZERO) {
             Ok(failure) => Err(decode(&failure)?),
@@ -124,7 +124,7 @@ impl Round<'_> {
         }
     }
 
-    /// Posts that this rank cannot connect; returns the first failure of a rank that connects, which all return.
+    /// Posts that this rank cannot connect. Returns the first failure that a rank posted, which all ranks return.
     pub(super) fn cannot_connect(&self, met: &Met, error: Error) -> Error {
         let for_others = match &error {
             Error::Rendezvous { .. } => error.clone(),
@@ -140,7 +140,7 @@ impl Round<'_> {
         }
     }
 
-    /// Notes that this rank has connected: its end no longer concerns the store.
+    /// Notes that this rank has connected: from now on the store does not report its end.
     pub(super) fn joined(&self) {
         // The host of the store may have joined and left.
         if let Err(error) = self.store.last_will(Vec::new()) {
@@ -148,10 +148,10 @@ impl Round<'_> {
         }
     }
 
-    /// Posts that this rank cannot join because of `why`: the verdict for all.
+    /// Posts, as the verdict for all ranks, that this rank cannot join because of `why`.
     ///
     /// # Errors
-    /// Always: the verdict.
+    /// Always: the verdict that counts.
     pub(super) fn give_up(&self, why: &str) -> Result<()> {
         let number = self.post()?;
         let error = cannot_join(&self.me.peer, why);
@@ -161,7 +161,7 @@ impl Round<'_> {
         }
     }
 
-    /// Posts this rank in the first round that is open to it; returns the round's number.
+    /// Posts this rank's entry in the first round that has none; returns the round's number.
     fn post(&self) -> Result<u32> {
         let mine = encode(self.me)?;
         for number in 0..ROUNDS_CAP {
@@ -203,14 +203,14 @@ impl Round<'_> {
         Err(error)
     }
 
-    /// Verdict once all ranks have come.
+    /// The verdict, now that all ranks have come.
     fn complete(&self, number: u32) -> Result<Verdict> {
         let mut entries = self.entries(number)?;
         entries.sort_by_key(|entry| entry.peer.rank);
         let size = self.me.world_size;
         if entries.len() != size || entries.iter().enumerate().any(|(rank, entry)| entry.peer.rank != rank) {
             return Err(Error::Internal {
-                message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
+                message: format!("{size} ranks have come, but not one of each number: {entries:?}"),
             });
         }
         if let Some(message) = settings_check::difference(entries.iter().map(Entry::settings)) {
@@ -249,7 +249,7 @@ impl Round<'_> {
         entries(self.store, self.job, number)
     }
 
-    /// Posts a verdict; the one that counts.
+    /// Posts `verdict`. Returns the verdict that counts, the first one.
     fn decide(&self, number: u32, verdict: &Verdict) -> Result<Verdict> {
         decide(self.store, self.job, number, verdict)
     }
@@ -259,11 +259,11 @@ impl Round<'_> {
     }
 }
 
-/// Tells the ranks of `job` that are joining, and those that still come, that they wait in vain: `missing` ended before
-/// they joined.
+/// Fails the joins of the ranks of `job` that are joining or still come: they would wait in vain, since the ranks
+/// `missing` ended before they joined.
 ///
-/// For the launcher, which sees that a process ended, and connects to the store as a rank does. Ranks that have joined
-/// already notice nothing. Several callers: the first one's `cause` is told.
+/// For a launcher, which notices that a process ended, and connects to the store as a rank does. Ranks that have joined
+/// already notice nothing. After several calls, the ranks return the `cause` of the first.
 ///
 /// ```
 /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, WorldOptions, Secret, StoreClient, StoreServer, World, fail_join};
@@ -283,12 +283,12 @@ impl Round<'_> {
 /// ```
 ///
 /// # Errors
-/// Those of the store.
+/// The errors of `store`.
 pub fn fail_join(store: &dyn Store, job: &JobKey, missing: &[usize], cause: &str) -> Result<()> {
     for number in 0..ROUNDS_CAP {
         let came = entries(store, job, number)?.into_iter().map(|entry| entry.peer).collect();
         let error = Error::Rendezvous { message: cause.to_owned(), came, missing: missing.to_vec() };
-        // A round that is complete is over; the next one is the one they would join.
+        // A round that is complete is over: ranks that join now do so in the next one.
         if let Verdict::Failed(_) = decide(store, job, number, &Verdict::Failed(error))? {
             return Ok(());
         }
@@ -296,12 +296,12 @@ pub fn fail_join(store: &dyn Store, job: &JobKey, missing: &[usize], cause: &str
     Err(Error::environment(format!("job {:?} has joined {ROUNDS_CAP} times", job.name())))
 }
 
-/// The first rank that cannot have the control connections of its place, and why.
+/// The first rank that has too few descriptors for its control connections, and the error's text.
 fn without_room(entries: &[Entry]) -> Option<(&PeerInfo, String)> {
     let size = entries.len();
     let machines = Machines::new(&entries.iter().map(|entry| &entry.machine).collect::<Vec<_>>());
     entries.iter().find_map(|entry| {
-        // Most have room for connections to all.
+        // Most ranks have room for connections to all others, and need no routes.
         entry.room.check(size - 1, size).err()?;
         let routes = Routes::new(entry.peer.rank, machines.clone());
         let neighbours = (0..size).filter(|other| routes.is_near(*other)).count();
@@ -320,7 +320,7 @@ fn entries(store: &dyn Store, job: &JobKey, number: u32) -> Result<Vec<Entry>> {
     keys.iter().map(|key| decode(&store.get(key, Duration::ZERO)?)).collect()
 }
 
-/// Posts a verdict; the one that counts.
+/// Posts `verdict`. Returns the verdict that counts, the first one.
 fn decide(store: &dyn Store, job: &JobKey, number: u32, verdict: &Verdict) -> Result<Verdict> {
     match store.set_new(&key(job, number, "verdict"), &encode(verdict)?)? {
         None => Ok(verdict.clone()),
@@ -328,7 +328,7 @@ fn decide(store: &dyn Store, job: &JobKey, number: u32, verdict: &Verdict) -> Re
     }
 }
 
-/// Error of a thread or socket that the system refuses.
+/// Error of a system that refuses a thread or socket.
 pub(super) fn threads(e: std::io::Error) -> Error {
     Error::environment(format!("this process cannot have another thread or socket: {e}"))
 }
@@ -349,7 +349,7 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     })
 }
 
-/// Parses any bytes from the store the way ranks do.
+/// Parses arbitrary bytes from the store as ranks do.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     if let Ok(entry) = decode::<Entry>(bytes) {

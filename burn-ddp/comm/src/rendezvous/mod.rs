@@ -1,21 +1,22 @@
 //! Rendezvous: how ranks of different processes find each other.
 //!
-//! 1. Rank 0 (or the launcher) hosts the [store](crate::store); all ranks connect to it, and prove to know the job's
+//! 1. Rank 0 (or the launcher) hosts the [store](crate::store). All ranks connect to it, and prove to know the job's
 //!    secret.
-//! 2. Each rank posts its number and its address. The last one to come posts the verdict: the table of all ranks. A
-//!    rank that finds a fault, or whose deadline passes, posts that instead. The first verdict counts, so all ranks get
-//!    the same.
-//! 3. Ranks of one machine connect with each other, and counterparts on two machines, see
-//!    [`routes`](crate::membership::routes): the higher rank of a pair to the lower one's listener. That is the control
-//!    connection. Its key is derived from the job's and a random token in the verdict, so that seeing the traffic is
-//!    not enough to connect.
-//! 4. A rank that ends before it has all of its connections fails the others, through the store; before the verdict
-//!    only where no launcher watches the ranks, which says more.
+//! 2. Each rank posts its number and its address. The last rank to come posts the verdict: the table of all ranks. A
+//!    rank that finds a fault, or whose deadline passes, posts that error as the verdict. The first verdict counts, so
+//!    all ranks get the same one.
+//! 3. Ranks of one machine connect with each other, and so do counterparts on two machines (see
+//!    [`routes`](crate::membership::routes)): the higher rank of a pair connects to the lower one's listener. These are
+//!    the control connections. Their key is derived from the job's key and a random token in the verdict, so that an
+//!    eavesdropper cannot connect.
+//! 4. If a rank ends before it has all of its connections, the store posts the error that the rank left there for this
+//!    case, and the joins of the others fail. Before the verdict that happens only if no launcher watches the ranks: a
+//!    launcher knows how the rank ended, and posts that.
 //!
 //! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
 //! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](meeting_round), `{round}/lost`
-//! the first failure after that.
-//! A process that joins again after it left finds its own entry in a decided round and takes the next round.
+//! the first failure after the verdict.
+//! A process that joins again after it left finds its own entry in a round that has a verdict and takes the next round.
 
 mod by_pmi;
 mod control_connections;
@@ -51,17 +52,17 @@ use crate::world::World;
 use crate::world_member::Seat;
 use crate::{Error, PeerInfo, Result, WorldOptions};
 
-/// Least and most time for connecting to the peers, once all are known to be there.
+/// Shortest and longest time that a rank has to connect to its neighbours, once all ranks have come.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
 
 impl World {
     /// Joins the job that `env` describes, one process per rank (or one thread). Blocks until all ranks have come.
     ///
-    /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to
-    /// each, over a connection per pair and group. [`WorldOptions::engine`] demands one or the other. Ranks listen on
-    /// [`LaunchEnv::interface`], or the interface through which they reach the master; on loopback if the master is
-    /// this machine by name. A process that connects proves to know the job's [`Secret`](crate::Secret); without one,
-    /// ranks of one machine meet by a local socket.
+    /// Ranks of a group talk through shared memory if they share a machine and a user of it, and else over TCP, on
+    /// connections of the group's own; a group on several machines uses both. [`WorldOptions::engine`] demands an
+    /// engine for all groups. Ranks listen on [`LaunchEnv::interface`], or else on the interface through which they
+    /// reach the master, which is loopback if the master's address is. A process that connects must prove to know the
+    /// job's [`Secret`](crate::Secret); without a secret, ranks of one machine meet at a local socket.
     ///
     /// ```
     /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, WorldOptions, ReduceOp, Secret, StoreServer, World};
@@ -95,7 +96,7 @@ impl World {
     /// # Errors
     /// [`Error::Environment`] if `env` contradicts itself, rank 0 cannot listen at the master's address, or the master
     /// cannot be reached or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within
-    /// [`WorldOptions::join_timeout`] not all ranks came (lists who did and who did not), a rank came twice, or ranks
+    /// [`WorldOptions::join_timeout`] not all ranks came (the error lists both groups), a rank came twice, or ranks
     /// disagree about the world size, burn-ddp's version, [`timeout`](WorldOptions::timeout),
     /// [`heartbeat`](WorldOptions::heartbeat), [`peer_timeout`](WorldOptions::peer_timeout),
     /// [`engine`](WorldOptions::engine) or [`config`](WorldOptions::config).
@@ -119,7 +120,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
             Agreed { job: store_location::job_key(env, &meeting)?, meeting, server: None }
         }
     };
-    // On one machine the kernel connects them, whatever interfaces there are.
+    // Ranks that meet at a local socket need no network interface.
     let via = match &env.interface {
         Some(name) if !matches!(meeting, Meeting::Local { .. }) => Interface::find(name)?,
         _ => Interface::default(),
@@ -132,15 +133,13 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     };
     let via = via.with_zone(store.zone());
     let (listener, listens) = control::listen(local_ip, &via).map_err(|e| {
-        Error::environment(format!(
-            "cannot listen on {local_ip}, from where the master is reached: \
-                                                 {e}"
-        ))
+        Error::environment(format!("cannot listen on {local_ip}, from which this machine reaches the master: {e}"))
     })?;
     let me = entry(env, options, listens, server.is_some());
     let is_watched = matches!(env.meeting, Meeting::Launcher { .. });
     let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), is_watched, start, deadline };
-    // The verdict counts the connections, but without room for all clients the store cannot serve this round.
+    // The verdict checks room for connections; this checks room for the store's clients, without which no verdict
+    // comes.
     me.room.check(0, env.world_size).or_else(|why| round.give_up(&why))?;
     let met = round.attend()?;
     let Met { token, entries, .. } = &met;
@@ -172,7 +171,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     control.attach(streams, membership.clone(), directory).map_err(threads)?;
     if let Err(error) = connected {
         let error = round.cannot_connect(&met, error);
-        // For neighbours that have connected to all of theirs.
+        // Neighbours that have all of their connections do not ask the store any more: they hear the failure here.
         membership.fail(error.clone());
         membership.goodbye();
         return Err(error);
@@ -204,7 +203,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     })
 }
 
-/// This rank as the others see it: it is described by `env`, listens at `listens`, and hosts the store if `hosts`.
+/// Entry of the rank that `env` describes, which listens at `listens`, and hosts the store if `hosts`.
 fn entry(env: &LaunchEnv, options: &WorldOptions, listens: SocketAddr, hosts: bool) -> Entry {
     let memory = auto_fabric::machine(env.machine.as_deref());
     Entry {
@@ -219,13 +218,13 @@ fn entry(env: &LaunchEnv, options: &WorldOptions, listens: SocketAddr, hosts: bo
     }
 }
 
-/// Identity of this rank's machine: of its memory, or else its name.
+/// Identity of this rank's machine: that of its shared memory, or else the names of the host and the machine.
 fn machine_of(env: &LaunchEnv, memory: Option<&str>) -> String {
     let host = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     memory.map_or_else(|| format!("{} {}", host(), env.machine.as_deref().unwrap_or_default()), str::to_owned)
 }
 
-/// `LaunchEnv` can be made by hand.
+/// Checks `env`, which a program can make by hand.
 fn check(env: &LaunchEnv) -> Result<()> {
     if env.rank >= env.world_size || env.local_rank >= env.local_world_size || env.local_world_size > env.world_size {
         return Err(Error::environment(format!(
@@ -243,7 +242,8 @@ fn check(env: &LaunchEnv) -> Result<()> {
             env.world_size
         )));
     }
-    // Launchers have met there themselves, and a process manager says it later.
+    // Launchers on several machines have met at that address themselves; by_pmi checks that rank 0 hosts no loopback
+    // store.
     let reachable = matches!(env.meeting, Meeting::Launcher { .. } | Meeting::Pmi { .. });
     if far && !reachable && bind_and_connect::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();

@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 
 use crate::{PeerInfo, WorldOptions};
 
-/// Blocks of the program's file that its fingerprint covers, evenly spread. A hash of all of it would take seconds for
-/// a large program.
+/// Blocks of the program's file, evenly spread, that its fingerprint covers. A hash of the whole file would take
+/// seconds for a large program.
 const BLOCKS: u64 = 64;
 const BLOCK_BYTES: usize = 4096;
 
@@ -19,7 +19,8 @@ const BLOCK_BYTES: usize = 4096;
 pub(super) struct ComparedSettings {
     /// Names and values that must be equal.
     settings: Vec<(String, String)>,
-    /// Fingerprint of the program. Different programs are legitimate (mixed devices), so a difference is only shown.
+    /// Fingerprint of the program. Ranks may run different programs, for different devices, so a difference is only
+    /// shown.
     program: Option<u64>,
 }
 
@@ -41,7 +42,7 @@ impl ComparedSettings {
         ComparedSettings { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
     }
 
-    /// The same without the settings that were compared already.
+    /// The fingerprint alone: the settings are compared by now.
     pub(super) fn compared(self) -> ComparedSettings {
         ComparedSettings { settings: Vec::new(), ..self }
     }

@@ -1,4 +1,4 @@
-//! The store of a job: rank 0 hosts it, all ranks find it.
+//! Place of a job's store: rank 0 hosts the store there, unless the launcher does, and all ranks connect to it.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
@@ -12,7 +12,7 @@ use crate::net::{bind_and_connect, unix_socket};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
 
-/// Advice to a rank that met another job.
+/// Advice to a rank that reached the store of another job.
 const OTHER_JOB: &str = "; give each job a port (MASTER_PORT) or a BURN_DDP_JOB_ID of its own; if they are one job \
                          whose ranks run programs of different names, set the same BURN_DDP_JOB_ID on all of them";
 
@@ -26,8 +26,8 @@ pub(super) struct Agreed {
 
 /// Meeting point of the ranks of `env`.
 ///
-/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local
-/// socket.
+/// Ranks that all run on this machine need no port. Without a secret any user could connect to a port, so the ranks
+/// meet at a local socket, whose name contains the number of the port.
 pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
     let is_secret = env.secret_file.is_some() || env.trust_network;
     let is_here = env.local_world_size == env.world_size && bind_and_connect::is_loopback(env.meeting.host());
@@ -39,9 +39,10 @@ pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
     }
 }
 
-/// Key of the job whose ranks meet there.
+/// Key of the job whose ranks meet at `meeting`.
 pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
-    // Jobs with default ids may have neighbouring ports, of which a rank tries many: the key tells their stores apart.
+    // A rank may try many ports, also those of another job with the same default id: the port in the key tells them
+    // apart.
     let id = match meeting {
         Meeting::Rank0Above { port, .. } => format!("{}, above port {port}", env.job_id),
         _ => env.job_id.clone(),
@@ -50,7 +51,7 @@ pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
     match &env.secret_file {
         Some(path) => Ok(JobKey::new(&Secret::read(path)?, &id, env.restart_count)),
         None if env.trust_network => Ok(trusting),
-        // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
+        // Other users cannot reach the local socket, through which the ranks get a random key for their connections.
         None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
         None => Err(Error::environment(format!(
             "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun \
@@ -60,8 +61,9 @@ pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
     }
 }
 
-/// Address of this machine on which this rank listens if no interface was chosen: the one from which it reached the
-/// store, or would reach the master if the store is its own and on all addresses.
+/// Address of this machine on which this rank listens if no interface was chosen: the address from which it reached the
+/// store. A rank that hosts the store on all addresses reached it by loopback, and takes the address from which it
+/// would reach the master.
 pub(super) fn local_ip(env: &LaunchEnv, meeting: &Meeting, store: &StoreClient) -> Result<IpAddr> {
     let is_everywhere =
         env.bind.as_deref().and_then(|bind| bind.parse().ok()).is_some_and(|ip: IpAddr| ip.is_unspecified());
@@ -71,12 +73,12 @@ pub(super) fn local_ip(env: &LaunchEnv, meeting: &Meeting, store: &StoreClient) 
     }
     bind_and_connect::from_where(meeting.host(), meeting.port()).map_err(|e| {
         Error::environment(format!(
-            "cannot find the address at which other ranks reach this one: {e}; say it with BURN_DDP_INTERFACE"
+            "cannot find the address at which other ranks reach this one: {e}; set BURN_DDP_INTERFACE"
         ))
     })
 }
 
-/// Hosts the store, if this is rank 0 and the launcher does not, and connects to it.
+/// Hosts the store, if this is rank 0 and the launcher does not host it, and connects to the store.
 pub(super) fn meet(
     env: &LaunchEnv,
     meeting: &Meeting,
@@ -92,7 +94,7 @@ pub(super) fn meet(
             return Ok((server, find_store(&[Place::Local { name: name.clone() }], env, job, start, deadline)?));
         }
         Meeting::Pmi { .. } => {
-            return Err(Error::Internal { message: "a process manager's ranks agreed on no place".into() });
+            return Err(Error::Internal { message: "the ranks have agreed on no meeting point".into() });
         }
         Meeting::Launcher { host, port } => {
             let place = Place::Tcp { host: host.clone(), port: *port, via: via.clone() };
@@ -109,7 +111,7 @@ pub(super) fn meet(
         let (serving, port) = host_store(env.bind.as_deref().unwrap_or(host), &ports, env, job)?;
         server = Some(serving);
         ports = vec![port];
-        // The master's address may lead here only from elsewhere.
+        // The master's address may lead to this process only from other machines.
         reached_at = match env.bind.as_deref() {
             Some("0.0.0.0") => "127.0.0.1",
             Some("::") => "::1",
@@ -124,7 +126,7 @@ pub(super) fn meet(
 
 /// Hosts the store on a local socket, for processes of this user on this machine only.
 fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
-    // The process that had the name may be just ending.
+    // The process that has the name may be just ending.
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
         match unix_socket::bind(name).and_then(|listener| Serving::start(vec![listener], job)) {
@@ -151,13 +153,13 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     let mut addresses = bind_and_connect::resolve(host, 0).into_iter().flatten().peekable();
     if far && env.bind.is_none() && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
         return Err(Error::environment(format!(
-            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address \
+            "{host} means loopback on rank 0's machine, which ranks on other machines cannot reach; give an address \
              instead of the name"
         )));
     }
     let mut failure = std::io::Error::other("there is no such port");
     for port in ports {
-        // With one port, wait for the process that had it to end; with many, try the next.
+        // With one port, waits a moment for the process that has it to end; with many, tries the next.
         let bound = if ports.len() == 1 {
             bind_and_connect::bind(host, *port)
         } else {
@@ -189,7 +191,7 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     Err(Error::environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
 }
 
-/// Connects to this job's store at one of `places`, which are on one host; tries again until the deadline.
+/// Connects to this job's store at one of `places`, all on one host. Tries them again and again until the deadline.
 fn find_store(
     places: &[Place],
     env: &LaunchEnv,
@@ -213,8 +215,8 @@ fn find_store(
                         if cause.contains("of another job") { OTHER_JOB } else { "" }
                     )));
                 }
-                // A neighbour's port may well be another job's. But a refusal says more than a port without a store.
-                // And one for its version says most: no other place can be meant.
+                // The store at one of many ports may be another job's. For the error's text, a refusal says more than a
+                // port without a store, and a refusal because of the protocol version says most.
                 Err(Unreached::Refused(cause)) if !failure.contains("protocol version") => {
                     (failure, refused) = (format!("{place}: {cause}"), true);
                 }

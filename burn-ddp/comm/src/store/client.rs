@@ -1,4 +1,4 @@
-//! Client of the store.
+//! The client of a store.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -17,7 +17,7 @@ use crate::net::{bind_and_connect, unix_socket};
 use crate::poison_free_locks::lock;
 use crate::{Error, JobKey, Result};
 
-/// Time that the server may take beyond the wait that a request asks for.
+/// Time that the server may take to answer, beyond the wait that a request asks for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 
 /// The client of a [`StoreServer`](crate::StoreServer).
@@ -39,10 +39,10 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 pub struct StoreClient {
     place: Place,
     job: JobKey,
-    /// Connections that no call uses.
+    /// Connections that no call uses at the moment.
     idle: Mutex<Vec<Wire>>,
     local_ip: IpAddr,
-    /// Number of the link by which the store was reached, if its address is valid on a link only; else 0.
+    /// Scope id of the link by which the store was reached, if its address is link-local; else 0.
     zone: u32,
     answer_within: Duration,
 }
@@ -56,12 +56,12 @@ pub(crate) enum Place {
         /// Interface from which to connect.
         via: Interface,
     },
-    /// On this machine, among processes of this user.
+    /// A unix socket of this machine, for processes of this user.
     Local { name: String },
 }
 
 impl Place {
-    /// Host of a store that is reached by tcp; "localhost" for others.
+    /// Host of a store that is reached over TCP; "localhost" for a local socket.
     pub(crate) fn host(&self) -> &str {
         match self {
             Self::Tcp { host, .. } => host,
@@ -81,9 +81,9 @@ impl fmt::Display for Place {
 
 /// Reason that an attempt to connect failed.
 pub(crate) enum Unreached {
-    /// No store of this protocol answers there (yet).
+    /// No store of this protocol answers there, or none does yet.
     Absent(String),
-    /// A store answered and refused.
+    /// A store answered and refused this process.
     Refused(String),
 }
 
@@ -125,7 +125,7 @@ impl StoreClient {
         }
     }
 
-    /// One attempt, in which the listener gets `patience` to answer. `names` looks up the host of `place`.
+    /// One attempt to connect, in which the listener gets `patience` for its greeting. `names` looks up the host.
     pub(crate) fn try_connect(
         place: &Place,
         names: &mut NameLookup,
@@ -142,7 +142,8 @@ impl StoreClient {
         Ok(StoreClient { place, job, idle, local_ip, zone, answer_within: ANSWER_DEADLINE })
     }
 
-    /// Sets the silence, beyond the wait of a call, after which the server counts as lost. 30 s by default.
+    /// Sets the time, beyond the wait that a call asks for, after which a server that does not answer counts as lost.
+    /// 30 s by default.
     #[must_use]
     pub fn answer_within(mut self, time: Duration) -> StoreClient {
         self.answer_within = time;
@@ -163,9 +164,9 @@ impl StoreClient {
         self.place.to_string()
     }
 
-    /// Has the server set keys to values, those that are not set, as soon as this client's connection ends, by its drop
-    /// or with its process. Replaces the entries of the call before. For clients that one thread uses: several threads
-    /// have several connections.
+    /// Leaves `entries` with the server, which sets those keys that are not set yet as soon as this client's connection
+    /// ends, when the client is dropped or its process ends. Replaces the entries of an earlier call. Only for a client
+    /// that one thread uses: with several threads it has several connections.
     ///
     /// # Errors
     /// As for [`Store::set`].
@@ -205,7 +206,7 @@ impl StoreClient {
         }
     }
 
-    /// A further connection.
+    /// Makes a further connection.
     fn reopen(&self) -> Result<Wire> {
         let mut names = NameLookup::new(self.place.host());
         let deadline = deadline_in(self.answer_within);
@@ -220,7 +221,8 @@ impl StoreClient {
 
     fn lost(&self, cause: &str) -> Error {
         let message = format!(
-            "lost the store at {}: {cause}; the process that hosts it (rank 0 or the launcher) has probably ended",
+            "lost the connection to the store at {}: {cause}; the process that hosts it (rank 0 or the launcher) has \
+             probably ended",
             self.address()
         );
         Error::Store { message }
@@ -233,7 +235,7 @@ impl StoreClient {
     }
 }
 
-/// A connection to the store of `job`.
+/// Connects to the store of `job`.
 pub(super) fn open(
     place: &Place,
     names: &mut NameLookup,
@@ -248,7 +250,7 @@ pub(super) fn open(
             .and_then(|addresses| bind_and_connect::connect_any(&addresses, via, deadline))
             .map_err(absent)?,
         Place::Local { name } => unix_socket::connect(name).map_err(|e| match e.kind() {
-            // Another user has the name: waiting does not help.
+            // A process of another user listens there: waiting does not help.
             ErrorKind::PermissionDenied => Unreached::Refused(e.to_string()),
             _ => absent(e),
         })?,
@@ -315,7 +317,7 @@ impl Store for StoreClient {
     }
 }
 
-/// Refuses requests for which the server would close the connection.
+/// Refuses a key or value that is too long before it is sent: the server would close the connection.
 fn check(key: &str, value: &[u8]) -> Result<()> {
     super::key_value_table::check(key, value).map_err(|message| Error::Store { message })
 }

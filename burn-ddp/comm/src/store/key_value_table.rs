@@ -1,4 +1,4 @@
-//! Keys and values of a store, and their limits. Plain data: waits and access are handled elsewhere.
+//! Keys and values of a store, and limits on them. Plain data: server and memory store add waits and locks.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::{KEY_CAP, VALUE_CAP};
 
 /// Most bytes of keys and values a store holds.
 const TOTAL_CAP: usize = 256 * 1024 * 1024;
-/// Rough cost of an entry besides its bytes, so that empty values are not free.
+/// Bytes that an entry counts for besides key and value, so that empty values are not free.
 const ENTRY_BYTES: usize = 64;
 
 /// Keys and values. The errors of its functions are sentences for the caller.
@@ -57,7 +57,7 @@ impl Table {
             Some(text) => str::from_utf8(text)
                 .ok()
                 .and_then(|text| text.parse::<i64>().ok())
-                .ok_or_else(|| format!("{key:?} does not hold a number that one could add to"))?,
+                .ok_or_else(|| format!("{key:?} does not hold a number to add to"))?,
         };
         let sum = old.checked_add(delta).ok_or_else(|| format!("{key:?}: {old} + {delta} overflows"))?;
         self.set(key, sum.to_string().as_bytes())?;

@@ -25,7 +25,7 @@ impl MemoryStore {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // The table is consistent between any two statements, so a panic elsewhere does no harm.
+        // A thread that panics with the lock leaves the table consistent, so a poisoned lock is no error.
         lock(&self.table)
     }
 

@@ -1,7 +1,7 @@
-//! The key-value store in which ranks meet.
+//! The key-value store through which ranks meet.
 //!
-//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`StoreClient`] clients, and [`MemoryStore`]
-//! serves ranks within one process. After the rendezvous no step of a training needs it.
+//! Rank 0 or the launcher hosts a [`StoreServer`], to which each rank connects with a [`StoreClient`]; [`MemoryStore`]
+//! serves the ranks of one process. After the rendezvous no step of a training needs the store.
 
 mod client;
 pub(crate) mod key_value_table;
@@ -28,7 +28,7 @@ pub(crate) const VALUE_CAP: usize = 1024 * 1024;
 /// A key-value store that all ranks see.
 ///
 /// Each call is atomic. Keys are text of at most 1 KiB, values are bytes, at most 1 MiB. Only the host of a store can
-/// [remove](StoreServer::forget) what is in it.
+/// [remove](StoreServer::forget) keys.
 ///
 /// ```
 /// use burn_ddp_comm::{MemoryStore, Store};
@@ -45,7 +45,7 @@ pub(crate) const VALUE_CAP: usize = 1024 * 1024;
 /// # Ok::<(), burn_ddp_comm::Error>(())
 /// ```
 pub trait Store: Send + Sync {
-    /// Sets `key`, replacing what it held.
+    /// Sets `key`, replacing its value if it has one.
     ///
     /// # Errors
     /// [`Error::Store`](crate::Error::Store): the store cannot be reached, is full, or key or value are too long.
@@ -54,18 +54,18 @@ pub trait Store: Send + Sync {
     /// Returns the value of `key`; waits until it is set.
     ///
     /// # Errors
-    /// [`Error::StoreTimeout`](crate::Error::StoreTimeout) if that did not happen within `timeout`;
+    /// [`Error::StoreTimeout`](crate::Error::StoreTimeout) if it was not set within `timeout`;
     /// [`Error::Store`](crate::Error::Store) as for [`set`](Store::set).
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
-    /// Sets `key` if it is not set. `None` if this call set it, else the value that is there, unchanged: of several
-    /// callers exactly one gets `None`.
+    /// Sets `key` if it is not set. Returns `None` if this call set it, and otherwise its value, which stays: of
+    /// several callers exactly one gets `None`.
     ///
     /// # Errors
     /// As for [`set`](Store::set).
     fn set_new(&self, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>>;
 
-    /// Adds `delta` to the number `key` holds, a decimal text, or 0 if it is not set; returns the sum.
+    /// Adds `delta` to the number that `key` holds as decimal text, or to 0 if `key` is not set. Returns the sum.
     ///
     /// # Errors
     /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if `key` does not hold a number or the sum

@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{KEY_CAP, VALUE_CAP};
 
-/// Longest request or response, in bytes: a key, a value, and what postcard adds.
+/// Longest request or response, in bytes: a key, a value, and the bytes that postcard adds.
 pub(crate) const MESSAGE_CAP: usize = KEY_CAP + VALUE_CAP + 64;
 
-/// One request at a time per connection.
+/// A request of a client. A connection carries one at a time.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
     Set {
@@ -29,7 +29,7 @@ pub(crate) enum Request {
     Keys {
         prefix: String,
     },
-    /// Keys and values to set, unless the key is set, if this connection ends. They replace the last ones.
+    /// Keys to set to values when this connection ends, except those that are set by then. Replaces earlier entries.
     LastWill {
         entries: Vec<(String, Vec<u8>)>,
     },
@@ -40,11 +40,11 @@ pub(crate) enum Request {
 pub(crate) enum Response {
     Done,
     Value(Vec<u8>),
-    /// No value: a get whose time is over, or a `set_new` that set.
+    /// No value: the time of a `get` is over, or a `set_new` has set the key.
     Absent,
     Number(i64),
     Keys(Vec<String>),
-    /// A sentence for the caller.
+    /// The request failed; the reason as a sentence for the caller.
     Refused(String),
 }
 

@@ -1,4 +1,4 @@
-//! Connections that a store refused for want of the job's key: counted, and logged now and then.
+//! Connections that a store refused since they lacked the job's key: counted, and logged from time to time.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -10,11 +10,11 @@ const PAUSE: Duration = Duration::from_secs(10);
 /// Refused connections of one store.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Refusals {
-    /// Those of this job that do not know its secret.
+    /// Connections that claimed to be of this job but did not know its secret.
     other_secret: u64,
-    /// Those of another job, or of another restart of this one.
+    /// Connections of another job, or of another restart of this one.
     other_job: u64,
-    /// Source of the latest.
+    /// Source of the latest refused connection.
     last: Option<IpAddr>,
     logged: Option<Instant>,
 }

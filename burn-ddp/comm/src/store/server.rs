@@ -1,8 +1,8 @@
 //! Server of the store: one thread, non-blocking sockets.
 //!
-//! A client cannot hold up the others: its handshake, the pauses of a begun message and of its reading of answers have
-//! deadlines, its messages are capped, it is not heard before it has read its last answer, and its errors close its own
-//! connection only.
+//! A client cannot hold up the others: its handshake has a deadline, and so have its pauses while it sends a request or
+//! reads an answer; the length of its messages is capped; its next request is not read before it has read the last
+//! answer; and its errors close its own connection only.
 
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -31,9 +31,9 @@ use crate::{Error, JobKey, Result};
 const CLIENTS_CAP: usize = 4096;
 /// Most connections accepted before the existing ones are served.
 const ACCEPTS_PER_TURN: usize = 64;
-/// Time after which a client is given up that sends no more of a message it began, or reads nothing of one for it.
+/// Pause in sending a request, or in reading an answer, after which a client's connection is closed.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
-/// Pause after a failed accept, typically for want of file descriptors.
+/// Pause after a failed accept, typically for lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Hosts a [`Store`](crate::Store) for [`StoreClient`](crate::StoreClient)s that have the key of a job, until it is
@@ -77,8 +77,8 @@ impl StoreServer {
             .map_err(|e| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
     }
 
-    /// Serves at `addresses`, those of them that this machine has, for a caller that must know why they cannot be
-    /// bound.
+    /// Like [`bind`](Self::bind), at those of `addresses` that this machine has. Returns the error of the system, for a
+    /// caller that must know why it failed.
     ///
     /// # Errors
     /// If none of them can be bound, or the system refuses a thread.
@@ -88,7 +88,7 @@ impl StoreServer {
         Ok(StoreServer { address, serving: Serving::start(listeners, job)? })
     }
 
-    /// First address on which it listens.
+    /// The first address on which this server listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
@@ -98,13 +98,13 @@ impl StoreServer {
         lock(&self.serving.shared.jobs).push(job.clone());
     }
 
-    /// Removes the keys that begin with `prefix`, soon. Clients that wait for one go on waiting.
+    /// Has the server's thread remove the keys that begin with `prefix`. Clients that wait for one go on waiting.
     pub fn forget(&self, prefix: &str) {
         lock(&self.serving.shared.forgotten).push(prefix.to_owned());
         self.serving.shared.waker.wake();
     }
 
-    /// Number and latest source of the connections that were refused for want of the job's key, as a part of a
+    /// Number and latest source of the connections that were refused since they lacked the job's key, as a part of a
     /// sentence; `None` if there were none.
     pub fn refused(&self) -> Option<String> {
         self.serving.refused()
@@ -156,7 +156,7 @@ impl Serving {
         Ok(Serving { shared })
     }
 
-    /// As of the [server](StoreServer::refused).
+    /// See [`StoreServer::refused`].
     pub(crate) fn refused(&self) -> Option<String> {
         let refusals = lock(&self.shared.refusals);
         (!refusals.is_empty()).then(|| refusals.to_string())
@@ -173,7 +173,7 @@ impl Drop for Serving {
 
 struct Server {
     listeners: Vec<Socket>,
-    /// A unix socket, for processes of this user only.
+    /// True if a listener is a unix socket, for processes of this user only.
     is_local: bool,
     shared: Arc<Shared>,
     table: Table,
@@ -189,7 +189,7 @@ struct Client {
     wire: Wire,
     job: JobTag,
     state: State,
-    /// Keys and values to set if the connection ends.
+    /// See [`Request::LastWill`].
     last_will: Vec<(String, Vec<u8>)>,
 }
 
@@ -233,7 +233,7 @@ impl Server {
                 client.expire(now, self.message_deadline);
             }
             self.clients.retain_mut(|client| {
-                // The last wills of an expelled job concern no other.
+                // The last wills of an expelled job are dropped with its connections.
                 let admitted = jobs.iter().any(|job| job.tag() == client.job);
                 let closed = matches!(client.state, State::Closed);
                 if admitted && closed {
@@ -267,7 +267,7 @@ impl Server {
         let wanted = if accepting { PollFlags::IN } else { PollFlags::empty() };
         fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, wanted)));
         fds.extend(self.clients.iter().map(|client| {
-            // A client that does not read its answer is not heard either, so it costs one answer and no more.
+            // No request is read of a client that has not read its last answer: it costs the memory of one answer.
             let awaited = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::IN };
             PollFd::from_borrowed_fd(client.wire.as_fd(), awaited)
         }));
@@ -341,7 +341,7 @@ impl Server {
                 Ok(Some(request)) => self.answer(i, request),
                 Err(e) => client.close(&e),
             },
-            // No message may come while a request is open, but the end may.
+            // While a request is open, no other may come, but the connection may end.
             State::Waiting { .. } => match client.wire.next::<Request>() {
                 Ok(None) => {}
                 Ok(Some(_)) => client.close(&io::Error::other("a second request while the first is open")),
@@ -376,14 +376,15 @@ impl Server {
                 found => (found.map(|value| Response::Value(value.unwrap_or_default().to_vec())), None),
             },
         };
-        // Clients that wait for the key are answered before the writer: a writer that ends right after its call leaves
-        // none waiting.
+        // Clients that wait for the key are answered before the writer: when its call returns, all of them are served,
+        // even if the writer hosts the store and ends at once.
         if let Some(key) = written.filter(|_| response.is_ok()) {
             self.tell_waiting(&key);
         }
         self.clients[i].respond(&response.unwrap_or_else(Response::Refused));
     }
 
+    /// Answers the clients that wait for the key `written`.
     fn tell_waiting(&mut self, written: &str) {
         let Ok(Some(value)) = self.table.get(written) else { return };
         for client in &mut self.clients {
@@ -451,7 +452,7 @@ mod tests {
 
     #[test]
     fn a_client_that_does_not_read_costs_one_answer() {
-        // More than sockets buffer.
+        // Their values are more than sockets buffer.
         const ANSWERS: usize = 20;
         let job = JobKey::trusting_network("job", 0);
         let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();

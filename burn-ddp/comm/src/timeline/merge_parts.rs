@@ -11,8 +11,8 @@ use crate::private_file;
 
 use super::part_file::{END, EVENT, Header, Micros, beside, part_of};
 
-/// Merges the parts beside `file` once the ranks `local` of `world_size`, which a launcher started, have all ended,
-/// with the parts that ranks of other machines have left there, if any.
+/// Merges the parts beside `file` into it. For a launcher, once all its ranks have ended: these are the ranks `local`
+/// of a world of `world_size`. Parts of ranks on other machines are merged, too, if they are in the same directory.
 ///
 /// # Errors
 /// Those of reading and writing files. Having no parts is no error.
@@ -41,14 +41,14 @@ pub fn clear(file: &Path, ranks: Range<usize>) -> io::Result<()> {
     Ok(())
 }
 
-/// Merges the parts and removes them, if all are complete. Otherwise merges what there is, if `now`.
+/// If all parts are complete, merges and removes them. If some are not, merges what they hold if `now`, else nothing.
 pub(super) fn merge(file: &Path, world_size: usize, now: bool) -> io::Result<()> {
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // One process at a time: the last one sees all parts. The lock ends with the handle.
+    // One process at a time may merge, so that the last one sees all parts complete. Dropping the handle unlocks.
     let turn = File::open(dir)?;
     if let Err(error) = turn.lock() {
-        tracing::debug!(%error, dir = %dir.display(), "this filesystem has no locks: two ranks may put the timeline \
-                                                       together at once");
+        tracing::debug!(%error, dir = %dir.display(), "this filesystem has no locks: two ranks may merge the timeline \
+                                                       at the same time");
     }
     let parts: Vec<PathBuf> = (0..world_size).map(|rank| part_of(file, rank)).filter(|path| path.exists()).collect();
     let ended = parts.iter().map(|path| has_ended(path)).collect::<io::Result<Vec<bool>>>()?;
@@ -81,13 +81,13 @@ fn write_all(parts: &[PathBuf], to: &Path) -> io::Result<()> {
     out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// Writes the events of all parts, each at its time after the earliest origin.
+/// Writes the events of all parts, with times that count from the earliest origin of a part.
 pub(super) fn write_trace(parts: Vec<impl BufRead>, out: &mut impl Write) -> io::Result<()> {
     let mut readers = Vec::new();
     for mut reader in parts {
         let mut line = Vec::new();
         reader.read_until(b'\n', &mut line)?;
-        // A rank that was killed before it wrote its first line has nothing to tell.
+        // A part without its first line is of a rank that was killed before it recorded an event.
         if let Ok(header) = serde_json::from_slice::<Header>(&line) {
             readers.push((header, reader));
         }
@@ -108,7 +108,7 @@ pub(super) fn write_trace(parts: Vec<impl BufRead>, out: &mut impl Write) -> io:
     out.write_all(b"\n]}\n")
 }
 
-/// Time of an event's line, and the rest of it. `None` for other lines, and for an incomplete one.
+/// Time of an event's line, and the rest of the line. `None` if the line holds no event or is incomplete.
 fn event(line: &str) -> Option<(Micros, &str)> {
     let (time, rest) = line.strip_prefix(EVENT)?.split_once(',')?;
     let time = Micros::parse(time)?;

@@ -1,13 +1,13 @@
 //! A trace of all ranks' activities over time, for <https://ui.perfetto.dev> or a browser's `chrome://tracing`.
 //!
-//! With [`WorldOptions::timeline`](crate::WorldOptions::timeline), each rank appends its activities to a part of its
-//! own beside the file, `FILE.rank-3`, while it runs. The rank that ends last merges the parts and removes them; so
-//! does a [launcher](conclude), once all of its ranks have ended. A rank that is killed loses what it had not written:
-//! at most the 200 ms before its last span.
+//! With [`WorldOptions::timeline`](crate::WorldOptions::timeline), each rank appends its activities, while it runs, to
+//! a file of its own, its part: `FILE.rank-3` for rank 3. The rank that ends last merges the parts into `FILE` and
+//! removes them; a [launcher](conclude) does the same once all of its ranks have ended. A rank that is killed loses the
+//! spans that it had not written: at most those in the 200 ms before its last span.
 //!
 //! The format is Chrome's *Trace Event Format*, as Horovod's timeline and torch's profiler write it: complete events
 //! (`ph: X`) with times in µs, whose `pid` is the rank and whose `tid` is a row of that rank. Parts of several machines
-//! are merged by their machines' clocks, so as exactly as those agree.
+//! are merged by the clocks of these machines: spans are shifted by as much as the clocks differ.
 
 use std::fmt::Display;
 use std::io;
@@ -29,12 +29,13 @@ use rank_part_writer::Part;
 pub use merge_parts::{clear, conclude};
 pub use rank_part_writer::Fact;
 
-/// Most events that a rank records; a note in the trace marks the end.
+/// Most events that a rank records; then a note in the trace says that no more are recorded.
 const MAX_EVENTS: usize = 500_000;
 
-/// Recorder of a rank's activities; made by [`World::timeline`](crate::World::timeline). Does nothing unless enabled.
+/// Recorder of a rank's activities; made by [`World::timeline`](crate::World::timeline). Records nothing unless the
+/// timeline is enabled.
 ///
-/// Clones record to the same place.
+/// Clones record to the same part.
 ///
 /// ```
 /// use burn_ddp_comm::timeline::Fact;
@@ -76,7 +77,7 @@ impl Timeline {
         Ok(Timeline(Some(Arc::new(Recorder { file: file.into(), world_size, part }))))
     }
 
-    /// True if spans are recorded. Ask first where collecting the facts takes time.
+    /// True if spans are recorded. Lets a caller skip work that only prepares facts for a span.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.0.is_some()
@@ -84,7 +85,7 @@ impl Timeline {
 
     /// Records an activity during `time` in the row of this name. Spans of a row are disjoint or nested.
     ///
-    /// Takes about a microsecond, and now and then a write of some 32 KiB.
+    /// Takes about a microsecond. Every 32 KiB, or 200 ms, a span also writes the recorded lines to the part's file.
     pub fn span(&self, row: &str, name: impl Display, time: Range<Instant>, facts: &[(&str, Fact<'_>)]) {
         let Some(recorder) = &self.0 else { return };
         if let Some(part) = &mut *lock(&recorder.part) {
@@ -92,7 +93,8 @@ impl Timeline {
         }
     }
 
-    /// Ends the recording. Merges the parts if this was the last rank, or if `failed`: then others may never get here.
+    /// Ends the recording. Merges the parts if this was the last rank, or if the world `failed`, since other ranks may
+    /// then never end theirs.
     pub(crate) fn end(&self, failed: bool) {
         let Some(recorder) = &self.0 else { return };
         let Some(part) = lock(&recorder.part).take() else { return };
@@ -103,7 +105,7 @@ impl Timeline {
     }
 }
 
-/// Merges the parts between zero bytes; what comes out is JSON whatever they are.
+/// Merges the parts that zero bytes separate in `bytes`; the result must be JSON whatever the parts hold.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     let mut trace = Vec::new();

@@ -19,7 +19,7 @@ pub(super) struct Header {
     pub(super) origin_ns: u64,
 }
 
-/// Path of a rank's part of `file`.
+/// Path of a rank's part of the timeline `file`.
 pub(super) fn part_of(file: &Path, rank: usize) -> PathBuf {
     beside(file, &format!(".rank-{rank}"))
 }
@@ -40,7 +40,7 @@ impl Display for Micros {
 }
 
 impl Micros {
-    /// The inverse.
+    /// Reads what `Display` writes.
     pub(super) fn parse(text: &str) -> Option<Micros> {
         let (whole, thousandths) = text.split_once('.')?;
         let whole: u64 = whole.parse().ok()?;

@@ -12,11 +12,12 @@ use crate::membership::PeerInfo;
 use crate::post_mortem::since_1970;
 use crate::private_file;
 
-/// Size of the buffered lines, and age of the oldest, at which they are written.
+/// Size of the buffered lines at which they are written.
 const CHUNK_BYTES: usize = 32 << 10;
+/// Time since the last write after which the next span writes the buffered lines.
 pub(super) const PATIENCE: Duration = Duration::from_millis(200);
-/// Times are multiples of this: viewers read eighths of a microsecond exactly as binary fractions, so that spans that
-/// end together still do.
+/// All times are multiples of this, an eighth of a microsecond. Viewers read times as binary fractions, and these are
+/// exact: spans that end at the same time in the file also do so in the viewer.
 const GRID_NANOS: u64 = 125;
 
 /// A fact about a span.
@@ -31,7 +32,7 @@ pub enum Fact<'a> {
 #[derive(Debug)]
 pub(super) struct Part {
     rank: usize,
-    /// `None` once it could not be written to.
+    /// `None` once a write has failed.
     file: Option<File>,
     origin: Instant,
     /// Lines that are not written yet. The memory is reused.
@@ -47,7 +48,7 @@ pub(super) struct Part {
 
 impl Part {
     pub(super) fn create(file: &Path, me: &PeerInfo, max_events: usize) -> io::Result<Part> {
-        // Both clocks at one moment, as nearly as can be.
+        // One right after the other, so that both clocks show nearly the same moment.
         let (origin, since) = (Instant::now(), since_1970());
         let mut part = Part {
             rank: me.rank,
@@ -149,7 +150,7 @@ impl Part {
         self.rows.len()
     }
 
-    /// Writes a note about this rank or one of its rows.
+    /// Adds a metadata event about this rank or one of its rows.
     fn note(&mut self, what: &str, row: usize, (key, value): (&str, &str)) {
         let lines = &mut self.lines;
         begin(lines, 0);

@@ -1,6 +1,6 @@
 //! Ranks that join over TCP, as threads or as processes.
 
-// Each test binary uses its part of this.
+// Each test binary uses only some of these functions.
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
 mod free_port;
@@ -20,8 +20,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The id of the jobs of these tests.
 pub const JOB: &str = "test";
 
-/// The number of machines over which ranks are dealt in blocks, for runs of these tests over the engine of groups that
-/// span machines: `BURN_DDP_TEST_MACHINES=2 cargo test --test faults`. Without it, all ranks are on one, over tcp.
+/// Number of machines between which ranks are divided in blocks, to run these tests over the engine of groups that span
+/// machines: `BURN_DDP_TEST_MACHINES=2 cargo test --test faults`. If not set, all ranks are on one machine and use tcp.
 fn machines() -> Option<usize> {
     Some(std::env::var("BURN_DDP_TEST_MACHINES").ok()?.parse().expect("BURN_DDP_TEST_MACHINES is a number"))
 }
@@ -82,12 +82,12 @@ impl SecretFile {
     }
 }
 
-/// Rank 0 hosts the store at `port`.
+/// A meeting point: rank 0 hosts the store at `port`.
 pub fn meeting_at(port: &FreePort) -> Meeting {
     Meeting::Rank0 { host: "localhost".into(), port: port.port }
 }
 
-/// All of `envs` join at the same time, each on a thread; how it went, in order.
+/// Joins with all of `envs` at the same time, each on a thread. Returns their results in order.
 pub fn join_all(envs: Vec<LaunchEnv>, options: &WorldOptions) -> Vec<Result<World>> {
     thread::scope(|s| {
         let joining: Vec<_> = envs.into_iter().map(|env| s.spawn(move || World::join(&env, options.clone()))).collect();
@@ -178,7 +178,7 @@ pub struct Process {
 /// Set for ranks that are processes.
 pub const ROLE: &str = "BURN_DDP_TEST_ROLE";
 
-/// What a child writes before each line that is meant for the test: libtest writes lines of its own.
+/// Prefix of the lines that a child writes for the test, since libtest writes lines of its own.
 const MARK: &str = "@rank ";
 
 impl Process {
@@ -186,13 +186,13 @@ impl Process {
         Process::start_by(Command::new(std::env::current_exe().unwrap()), test, role, env)
     }
 
-    /// By a command that runs this binary with the arguments it is given.
+    /// Starts a rank by a command that runs this binary with the arguments appended to it.
     pub fn start_by(mut command: Command, test: &str, role: &str, env: &LaunchEnv) -> Process {
         command.env(ROLE, role).envs(env.variables());
         Process::start_plain(command, test)
     }
 
-    /// By a command that has its rank's variables.
+    /// Like [`start_by`](Self::start_by), with a command that has its rank's variables already.
     pub fn start_plain(mut command: Command, test: &str) -> Process {
         let mut child = command
             .args(["--exact", test, "--nocapture", "--test-threads=1", "--include-ignored"])
@@ -235,7 +235,7 @@ impl Process {
         self.child.kill().unwrap();
     }
 
-    /// Waits for the end.
+    /// Waits until the process has ended.
     pub fn end(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
@@ -261,7 +261,7 @@ pub fn role() -> Option<(String, LaunchEnv)> {
     Some((role, LaunchEnv::detect().unwrap().expect("a child is told its rank")))
 }
 
-/// In a child: tells the test.
+/// In a child: sends a line to the test.
 pub fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n{MARK}{}", text.replace('\n', " ")).unwrap();

@@ -1,4 +1,4 @@
-//! Collectives that are started and waited for later.
+//! `_async` collectives: started, and waited for later.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -58,7 +58,8 @@ pub fn each_yields_what_the_blocking_one_does(make: Make) {
     }
 }
 
-/// Calls of both kinds in any mixture are done in the order of the program; else they would not fit together.
+/// Any mixture of `_async` and blocking calls runs in the order of the program; otherwise the ranks' calls would not
+/// match.
 pub fn the_order_is_that_of_the_program(make: Make) {
     groups(make, 3, |group| {
         let mut pending = Vec::new();
@@ -97,7 +98,7 @@ pub fn many_at_once(make: Make) {
     });
 }
 
-/// Nobody waits for it on rank 0, which does not block either; the others need its part all the same.
+/// Rank 0 drops its handle without waiting or blocking; the others still need rank 0's part.
 pub fn a_dropped_handle_is_still_done(make: Make) {
     let started = Together::new(2);
     groups(make, 2, |group| {
@@ -120,7 +121,7 @@ pub fn a_dropped_handle_is_still_done(make: Make) {
     });
 }
 
-/// Dropping the group does not wait, and takes nothing away from what was started.
+/// Dropping the group does not block, and the calls that were started are still done.
 pub fn a_handle_outlives_its_group(make: Make) {
     let dropped = Together::new(2);
     at_once(|| {
@@ -183,7 +184,7 @@ pub fn the_end_of_the_world_ends_what_is_pending(make: Make) {
     }
 }
 
-/// A rank that panics takes what it started with it, and tells the others.
+/// If a rank panics, its pending calls end with it, and the other ranks get an error.
 pub fn a_panic_with_pending_calls_is_told(make: Make) {
     let outcomes = at_once(|| {
         lined_up(make, 2, patient(), |world, group| {
@@ -210,7 +211,7 @@ pub fn a_missing_rank_is_named(make: Make) {
     assert!(error.to_string().contains(file!()), "{error}");
 }
 
-/// Also in parts of a group, all at the same time.
+/// Sub-groups have queues of their own, which run at the same time.
 pub fn groups_have_their_own(make: Make) {
     groups(make, 4, |group| {
         let half = group.split(Some(group.rank() as u64 % 2), 0).unwrap().expect("a group");

@@ -86,16 +86,16 @@ pub fn divisions_that_do_not_fit_are_refused_by_all(make: Make) {
             };
             let (whole, sum) = (vec![0; 4 * n], PartReduction::Op(ReduceOp::Sum));
             let other = RowDivision { world_size: n + 1, ..division };
-            assert!(reduce(other, &whole, &sum).contains("a division between"));
+            assert!(reduce(other, &whole, &sum).contains("a RowDivision between"));
             let odd = RowDivision { row_bytes: 3, ..division };
             assert!(reduce(odd, &whole[..3 * n], &sum).contains("not a whole number of f32 elements"));
-            assert!(reduce(division, &whole[4..], &sum).contains("where the division has"));
+            assert!(reduce(division, &whole[4..], &sum).contains("but the RowDivision has"));
             let bad = [(vec![1.0; n + 1], "weights for"), (vec![0.0; n], "are 0"), (vec![-1.0; n], "negative")];
             for (weights, why) in bad {
                 assert!(reduce(division, &whole, &PartReduction::Weighted(weights)).contains(why));
             }
             let gathered = group.all_gather_parts(DType::F32, division, &[0; 8], &mut vec![0; 4 * n], 0);
-            assert!(refused(gathered).to_string().contains("a buffer of 8 bytes, where the division has 4"));
+            assert!(refused(gathered).to_string().contains("a buffer of 8 bytes, but the RowDivision has 4"));
             group.barrier().unwrap();
         });
     }

@@ -1,4 +1,4 @@
-//! Whatever happens to one rank, the others learn it, at once where it can be known.
+//! Whatever happens to one rank, the others learn of it, at once if it can be known at once.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ pub fn giving_up_ends_pending_calls_everywhere(make: Make) {
     }
 }
 
-/// Also a call that another thread of the rank is waiting in.
+/// A rank that fails also ends a call in which another of its threads waits.
 pub fn giving_up_ends_own_calls_too(make: Make) {
     let together = Together::new(2);
     at_once(|| {
@@ -86,7 +86,7 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
     for (machines, error) in results.into_iter().map(|result| result.unwrap()) {
         let Error::Timeout { reporter, waiting_for, timeout, call, culprit, why } = &error else { panic!("{error}") };
         assert!(*culprit == Some(2) && why.starts_with("rank 2 "), "{error}");
-        // Between machines a rank may wait for one that waits for the missing one.
+        // Between machines a rank may wait for a rank that waits for the missing one.
         assert!(*waiting_for == [2] || machines > 1 && !waiting_for.contains(reporter), "{error}");
         assert!(*reporter != 2 && timeout.as_secs() == 1, "{error}");
         assert!(call.site.to_string().starts_with(file!()), "{error}");
@@ -99,7 +99,7 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
     }
 }
 
-/// Ranks that wait for it while connecting may be waited for in turn; heartbeats say so.
+/// A rank may wait for one that itself waits for the missing rank; by heartbeats the error names the missing one.
 pub fn a_rank_that_never_makes_the_group_is_named(make: Make) {
     let heartbeat = Duration::from_millis(50);
     let options = WorldOptions { timeout: Duration::from_secs(3), heartbeat, ..patient() };
@@ -149,7 +149,7 @@ pub fn leaving_is_no_error_for_those_who_need_nothing(make: Make) {
     assert_eq!(results[1], Ok(()));
 }
 
-/// The rank itself stays.
+/// The rank that closed its group stays in the world.
 pub fn a_closed_group_is_named(make: Make) {
     let done = Together::new(2);
     at_once(|| {

@@ -68,7 +68,7 @@ pub fn patient() -> WorldOptions {
     WorldOptions { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60), ..WorldOptions::default() }
 }
 
-/// What must be immediate is done within this time, and not because a deadline passed.
+/// Time limit of operations that must be immediate, so that none of them ends by a deadline.
 pub const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// Runs `rank_main` on `n` ranks, each of which owns its world; yields how they ended, in rank order.
@@ -90,8 +90,8 @@ pub fn ranks<R: Send>(make: Make, n: usize, rank_main: impl Fn(World) -> R + Syn
     outcomes(make, n, patient(), rank_main).into_iter().map(|rank| rank.expect("a rank panicked")).collect()
 }
 
-/// Runs ranks, each with a group, that start when all have theirs: what one of them does cannot hit another that is
-/// still on its way.
+/// Runs ranks, each with a group, that begin when all have made theirs, so that no rank's actions meet another rank
+/// that still makes its group.
 pub fn lined_up<R: Send>(
     make: Make,
     n: usize,
@@ -111,7 +111,7 @@ pub fn members<R: Send>(make: Make, n: usize, rank_main: impl Fn(World, ProcessG
     lined_up(make, n, patient(), rank_main).into_iter().map(|rank| rank.expect("a rank panicked")).collect()
 }
 
-/// [`members`] that need no more than the group.
+/// [`members`] that need only the group, not the world.
 pub fn groups<R: Send>(make: Make, n: usize, rank_main: impl Fn(&ProcessGroup) -> R + Sync) -> Vec<R> {
     members(make, n, |_, group| rank_main(&group))
 }
@@ -124,7 +124,7 @@ pub fn at_once<R>(f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Waits until the rank has heard what ended its world: what it called before could still meet what peers called.
+/// Waits until the rank has learned what ended its world; its calls before that could still meet calls of its peers.
 pub fn until_ended(world: &World) {
     let start = Instant::now();
     while world.check().is_ok() {

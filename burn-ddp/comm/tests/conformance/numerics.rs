@@ -22,7 +22,7 @@ pub fn all_reduce_of_every_dtype_and_op(make: Make) {
 pub fn all_reduce_of_every_length(make: Make) {
     for n in WORLDS {
         groups(make, n, |group| {
-            // Around the limit below which everybody reduces everything, and where slices are shorter than a block.
+            // Around the limit below which every rank reduces everything, and where slices are shorter than a block.
             for len in [3, 1023, 1024, 1025, 16_384 / n, 16_384 / n + 1, LONG] {
                 all_reduce_once::<f32>(group, ReduceOp::Sum, len);
             }
@@ -190,7 +190,7 @@ pub fn equal_weights_are_the_mean(make: Make) {
     }
 }
 
-/// More than any socket buffer, from everybody at once.
+/// Messages larger than any socket buffer, from all ranks at once.
 pub fn large_messages_both_ways(make: Make) {
     const LEN: usize = 4 * 1024 * 1024;
     groups(make, 2, |group| {

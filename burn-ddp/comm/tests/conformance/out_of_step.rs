@@ -28,7 +28,7 @@ pub fn stopping_before_a_peer_gets_there(make: Make) {
                 return;
             }
             world.advance(TRACK, at(2, 3)).expect("not beyond it");
-            // The word of the stop may still be on its way here: then the barrier hears it.
+            // The message of the stop may still be on its way: then the barrier returns the error.
             let error = fatal(world.advance(TRACK, at(2, 4)).and_then(|()| group.barrier()));
             assert_out_of_step(&error, 0, (3, 4));
         })
@@ -49,7 +49,7 @@ pub fn stopping_after_a_peer_passed(make: Make) {
             if world.rank() == 0 {
                 world.advance(TRACK, at(2, 5)).ok();
             }
-            // What rank 1 calls could arrive before the word that it stopped.
+            // Rank 1's call could arrive at its peers before its stop, and would then be a mismatch.
             if world.rank() == 1 {
                 until_ended(&world);
                 return assert_out_of_step(&fatal(group.all_gather(&[1_u8])), 2, (5, 8));

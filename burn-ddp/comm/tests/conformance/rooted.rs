@@ -1,5 +1,4 @@
-//! Collectives with a root, and rows from everybody to everybody: the right numbers in the right places, and nothing
-//! elsewhere.
+//! Collectives with a root, and all-to-all: the right numbers in the right places, and no other place changed.
 
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp};
 
@@ -35,7 +34,7 @@ pub fn reduce_of_every_dtype_op_and_root(make: Make) {
     }
 }
 
-/// A root gets the bits that everybody gets.
+/// The root of a reduce gets the bits that every rank gets from an all-reduce.
 pub fn reduce_is_all_reduce_for_one(make: Make) {
     groups(make, 3, |group| {
         for len in [7, LONG] {
@@ -78,7 +77,7 @@ pub fn scatter_from_every_root(make: Make) {
     fn once<T: Sample>(group: &ProcessGroup, root: usize, len: usize) {
         let (n, rank) = (group.world_size(), group.rank());
         let input: Vec<T> = samples(rank, 0, n * len);
-        // What others pass is not looked at, whatever its length.
+        // Inputs of other ranks than the root are ignored, whatever their length.
         let input = match rank {
             _ if rank == root => Some(&input[..]),
             _ if rank % 2 == 0 => Some(&input[..len / 2]),
@@ -146,7 +145,7 @@ pub fn what_cannot_be_is_refused_by_all(make: Make) {
     }
 }
 
-/// What the root alone can see ends the world: the others would wait.
+/// A fault that only the root can see ends the world, since the other ranks would wait.
 pub fn a_root_without_rows_is_noticed(make: Make) {
     for input in [None, Some(&[1_u8; 5][..])] {
         let results = at_once(|| {

@@ -86,7 +86,7 @@ pub fn swaps_of_different_lengths(make: Make) {
     });
 }
 
-/// Pairs count their own calls, and those who take no part notice nothing.
+/// Each pair of ranks counts its own calls, and ranks that take no part notice nothing.
 pub fn transfers_and_collectives_are_in_one_order(make: Make) {
     groups(make, 4, |group| {
         let rank = group.rank();

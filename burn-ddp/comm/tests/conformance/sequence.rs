@@ -75,7 +75,7 @@ pub fn groups_are_independent(make: Make) {
                 });
             }
         });
-        // A group that is gone everywhere leaves the others alone.
+        // Dropping one group on all ranks does not affect the others.
         drop(a);
         b.barrier().unwrap();
         world.group().unwrap().barrier().unwrap();
@@ -99,7 +99,7 @@ pub fn threads_of_a_rank_take_turns(make: Make) {
     });
 }
 
-/// Who has what it needs goes; what it sent still arrives.
+/// A rank leaves once its last collective is done; the data that it sent still arrive.
 pub fn leaving_after_the_last_collective_is_fine(make: Make) {
     for round in 0..20 {
         let gathered = ranks(make, 4, |world| {

@@ -143,7 +143,7 @@ pub fn parts_and_parents_at_the_same_time(make: Make) {
     });
 }
 
-/// What one half does is nothing to the other: it may be far ahead, and its group may be gone.
+/// The halves are independent: one may be far ahead of the other, and may have dropped its group.
 pub fn siblings_do_not_wait_for_each_other(make: Make) {
     let ahead = Together::new(4);
     groups(make, 4, |group| {
@@ -200,7 +200,7 @@ pub fn a_mismatch_in_a_part_names_ranks_of_the_world(make: Make) {
                 until_ended(&world);
                 return group.barrier();
             };
-            // The odd one is rank 2, the last of the part; the root of the others is rank 4, its first.
+            // Rank 2, the last of the part, passes another root than the other ranks; theirs is rank 4, its first.
             if rank == 2 { part.broadcast(&mut [0_u8; 3], 1) } else { part.broadcast(&mut [0_u8; 3], 0) }
         })
     });
@@ -230,13 +230,13 @@ pub fn a_missing_member_is_named_by_its_rank_in_the_world(make: Make) {
     for (machines, error) in errors {
         let Error::Timeout { reporter, waiting_for, culprit: Some(3), .. } = &error else { panic!("{error}") };
         assert!([1, 2].contains(reporter), "{error}");
-        // Between machines a rank may wait for one that waits for the missing one.
+        // Between machines a rank may wait for a rank that waits for the missing one.
         assert!(*waiting_for == [3] || machines > 1 && *waiting_for == [3 - *reporter], "{error}");
         assert!(error.to_string().contains("in all_reduce #0 of group 1.1 (f32"), "{error}");
     }
 }
 
-/// Whether it belongs to the part or not.
+/// The failing rank may belong to the part or not.
 pub fn a_failure_anywhere_ends_all_parts(make: Make) {
     for failing in 0..4 {
         let ready = Together::new(4);
@@ -258,7 +258,7 @@ pub fn a_failure_anywhere_ends_all_parts(make: Make) {
     }
 }
 
-/// While they wait in the part, or in the making of it.
+/// The others wait in a call of the part, or while they make it.
 pub fn a_failure_outside_wakes_those_who_wait(make: Make) {
     let results = at_once(|| {
         members(make, 3, |world, group| {

@@ -1,8 +1,8 @@
-//! Large messages that are passed on as they are, and those of which each rank gets a row: chunk by chunk, through the
+//! Large messages that are moved as they are, reduce-scatters, and reductions in [`Parts`]: chunk by chunk, through the
 //! slots of [`slot_reductions`](super::slot_reductions).
 //!
-//! Each rank puts its chunk into its slot (*ready*); when it has taken what it wants from the others' slots it is
-//! *done*. A slot is used again when all its readers are done with what was in it.
+//! Each rank puts its chunk into its slot (*ready*); when it has taken its data from the others' slots it is *done*. A
+//! slot is used again when all its readers are done with its chunk.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -14,14 +14,14 @@ use crate::call::Call;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result};
 
-/// Takes the bytes of each rank at a range of the buffer, by group rank.
+/// A function that gets a range of the buffer, and the bytes of each rank there, by group rank.
 pub(in crate::engine) type FoldRange<'a> = dyn FnMut(Range<usize>, &[&[u8]]) -> Result<()> + 'a;
 
-/// Bytes that a rank has made of some of its elements, and their place in the buffer.
+/// A range of the buffer, and the result that a rank has made for it.
 pub(in crate::engine) type Made<'a> = (Range<usize>, &'a [u8]);
 
-/// The buffers of a reduction, of which the ranks of a machine reduce one part after the other. All ranks pass the same
-/// parts in the same order; the parts of each rank are in `work`, in bytes of whole elements.
+/// The buffers of a reduction that the ranks of a machine do one part after the other. All ranks pass the same parts in
+/// the same order; `work` has the ranges of each rank in a part, in bytes of whole elements.
 pub(in crate::engine) trait Parts {
     /// Weights of the machine's ranks in this call.
     fn weights(&self) -> &[f64];
@@ -29,7 +29,7 @@ pub(in crate::engine) trait Parts {
     /// Hands `fold` the bytes of all ranks' inputs at this rank's part.
     fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()>;
 
-    /// Hands what each rank has made of its part to all that want it; `mine` is what this rank has made.
+    /// Hands the results of each rank to the ranks that want them; `mine` are this rank's.
     fn spread(&mut self, work: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()>;
 }
 
@@ -40,7 +40,7 @@ struct Route<'a> {
 }
 
 impl ShmEngine {
-    /// Puts and takes `chunks`, before which all earlier ones of the round have been taken.
+    /// Puts and takes `chunks`. All earlier chunks of the round have been taken before.
     fn stream(
         &self,
         call: &Call,
@@ -68,7 +68,7 @@ impl ShmEngine {
 
     /// Copies `part` of the slot of `peer` to `out`.
     fn take(&self, peer: usize, chunk: usize, part: Range<usize>, out: &mut [u8]) {
-        // SAFETY: chunks are taken between ready and done, see `stream`.
+        // SAFETY: chunks are taken between *ready* and *done*, see `stream`.
         out.copy_from_slice(unsafe { self.slot(peer, chunk, part) });
     }
 
@@ -77,7 +77,8 @@ impl ShmEngine {
         Chunks::new(len, 1, self.board.layout().slot_bytes())
     }
 
-    /// Chunks in which rows of `len` bytes are passed on, `n` at a time; and the place of a rank's row in a slot.
+    /// Chunks in which rows of `len` bytes are passed on, one per rank at a time; and the range of a rank's row in a
+    /// slot.
     fn rows(&self, len: usize, size: usize) -> (Chunks, impl Fn(usize, usize) -> Range<usize> + use<>) {
         let room = self.board.layout().slot_bytes() / self.board.size() / size * size;
         (Chunks::new(len, size, room), move |rank: usize, len: usize| rank * room..rank * room + len)
@@ -233,7 +234,7 @@ impl ShmEngine {
     }
 }
 
-/// Slices of the ranks, of which they reduce one part after the other.
+/// [`Parts`] of buffers in the ranks' own memory; every rank gets all results.
 pub(super) struct SliceParts<'a> {
     pub(super) engine: &'a ShmEngine,
     pub(super) call: &'a Call,
@@ -242,7 +243,7 @@ pub(super) struct SliceParts<'a> {
     pub(super) chunk: usize,
 }
 
-/// Like [`SliceParts`], but each rank only gets what it makes: one row after the other in `output`.
+/// Like [`SliceParts`], but each rank gets only its own results, one after the other in `output`.
 pub(super) struct RowParts<'a> {
     pub(super) engine: &'a ShmEngine,
     pub(super) call: &'a Call,
@@ -289,8 +290,8 @@ impl Parts for RowParts<'_> {
 }
 
 impl ShmEngine {
-    /// Hands `fold` the bytes of all ranks' `input` at this rank's ranges: `work` has those of each rank, of whole
-    /// elements. All ranks have announced the call. Uses chunks from `first` on; returns their number.
+    /// Hands `fold` the bytes of all ranks' `input` at this rank's ranges: `work` has the ranges of each rank, of whole
+    /// elements. All ranks have announced the call. Uses chunks from `first` on; returns how many.
     fn fold_ranges(
         &self,
         call: &Call,
@@ -333,8 +334,8 @@ impl ShmEngine {
         Ok(count)
     }
 
-    /// Fills `out` with what each rank has made of its ranges: `work` has those of each rank, `mine` is what this rank
-    /// has made, in the order of its ranges. Uses chunks from `first` on; returns their number.
+    /// Fills `out` with the results of each rank: `work` has the ranges of each rank, `mine` the results of this rank
+    /// in the order of its ranges. Uses chunks from `first` on; returns how many.
     fn spread_ranges(
         &self,
         call: &Call,
@@ -368,8 +369,8 @@ impl ShmEngine {
     }
 }
 
-/// Rows of `lens` bytes, put in one row and cut in chunks of `room` bytes: where in chunk `nth` each begins, which it
-/// is, and its part that lies there.
+/// Rows of `lens` bytes, one after the other, cut into chunks of `room` bytes; the pieces in chunk `nth`: where in the
+/// chunk each begins, the number of its row, and its range in the row.
 fn cuts(
     lens: impl Iterator<Item = usize>,
     nth: usize,
@@ -386,8 +387,7 @@ fn cuts(
     })
 }
 
-/// The parts of `ranges`, put in a row and cut in chunks of `room` bytes, that lie in chunk `nth`: where in the chunk
-/// each begins, and its place.
+/// [`cuts`] of the rows that `ranges` are in a buffer: where in the chunk each begins, and its range in the buffer.
 fn pieces(ranges: &[Range<usize>], nth: usize, room: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
     let place = |(at, which, part): (usize, usize, Range<usize>)| {
         let start = ranges[which].start;

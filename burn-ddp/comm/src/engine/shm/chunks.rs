@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-/// Part `nth` of `len` bytes in `count` runs of whole elements of `size` bytes, whose lengths differ by at most one.
+/// Part `nth` of `len` bytes that are cut into `count` runs of whole elements of `size` bytes; lengths differ by at
+/// most one element.
 pub(in crate::engine) fn part(len: usize, size: usize, count: usize, nth: usize) -> Range<usize> {
     let elements = len / size;
     let (share, longer) = (elements / count, elements % count);
@@ -25,18 +26,17 @@ impl Chunks {
         Chunks { len, size, chunk: (most / size).max(1) * size }
     }
 
-    /// Number of chunks.
     pub(super) fn count(&self) -> usize {
         self.len.div_ceil(self.chunk)
     }
 
-    /// Place of chunk `nth` in the buffer; empty behind the last.
+    /// Range of chunk `nth` in the buffer; empty after the last.
     pub(super) fn range(&self, nth: usize) -> Range<usize> {
         let start = (nth * self.chunk).min(self.len);
         start..(start + self.chunk).min(self.len)
     }
 
-    /// Place of part `part` of `count` of chunk `nth`, in the chunk.
+    /// Range within chunk `nth` of its part number `part` of `count`.
     pub(super) fn part(&self, nth: usize, count: usize, part: usize) -> Range<usize> {
         self::part(self.range(nth).len(), self.size, count, part)
     }

@@ -1,14 +1,13 @@
 //! Sleeping until a certain rank has published something, and waking only ranks that sleep.
 //!
 //! The sleeper says that it sleeps, then looks; the publisher publishes, then looks for sleepers. With a fence between
-//! the two on both sides at least one of them sees the other, so no wake is lost; see README.md.
+//! the two steps on both sides, at least one of the two ranks sees the other, so no wake is lost; see README.md.
 
 use std::time::Duration;
 
 use super::atomics::{AtomicU32, Ordering, fence};
 use super::futex;
 
-/// The owner is awake.
 const AWAKE: u32 = 0;
 
 /// The place on which one rank sleeps.
@@ -24,8 +23,8 @@ pub(super) struct Doorbell {
 }
 
 impl Doorbell {
-    /// Puts the owner to sleep until a ring, or for `timeout`; not at all if `may_sleep` says so, which is asked when
-    /// nothing that `rank` publishes from then on can be missed.
+    /// Puts the owner to sleep until a ring, or for `timeout`. Calls `may_sleep` before, when nothing that `rank`
+    /// publishes from then on can be missed; if it returns false, the owner does not sleep.
     pub(super) fn sleep<E>(
         &self,
         rank: usize,
@@ -53,8 +52,8 @@ impl Doorbell {
         asleep
     }
 
-    /// Shows the others that the owner runs on `core`. Stores only changes, so that the others' copies of the line stay
-    /// valid.
+    /// Shows the others that the owner runs on `core`. Stores only changes, so that the cache line stays valid on the
+    /// others' cores.
     pub(super) fn runs_on(&self, core: usize) {
         let shown = core as u32 + 1;
         if self.core.load(Ordering::Relaxed) != shown {

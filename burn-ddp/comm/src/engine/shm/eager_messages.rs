@@ -20,7 +20,7 @@ pub(super) enum Carrier {
     Eager,
 }
 
-/// Lines of a round.
+/// The sign of a peer's line of this round.
 struct Announced<'a> {
     board: &'a Board,
     call: &'a Call,
@@ -39,7 +39,8 @@ impl ShmEngine {
         (longest <= self.board.layout().eager_bytes()).then_some(Carrier::Eager)
     }
 
-    /// Announces `call` with a `note`, and waits until all ranks have announced the same; theirs are then `heard`.
+    /// Announces `call` with a `note`, and waits until all ranks have announced the same call; `heard` then has their
+    /// announcements.
     pub(super) fn announce(&mut self, call: &Call, note: u64) -> Result<()> {
         self.publish(call, note, &[], 0);
         self.hear(call, 0)
@@ -54,7 +55,7 @@ impl ShmEngine {
             }
             Carrier::Eager => {
                 let room = self.board.layout().eager(self.board.rank(), self.round + 1, payload.len());
-                // SAFETY: of this buffer's last round, two rounds ago, all ranks have read what they need: else they
+                // SAFETY: this buffer was last used two rounds ago, and all ranks have read what they need: else they
                 // would not have announced the round in between, which this rank has heard of all. They read it again
                 // after the publication below.
                 unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(payload);
@@ -64,15 +65,15 @@ impl ShmEngine {
         }
     }
 
-    /// The bytes `range` of the payload of `peer`, by `carrier`, in this round.
+    /// The bytes `range` of the payload of `peer` in this round, which came by `carrier`.
     pub(super) fn said(&self, carrier: Carrier, peer: usize, range: Range<usize>) -> &[u8] {
         match carrier {
             Carrier::Line(_) => &bytemuck::cast_slice(&self.heard[peer].payload)[range],
             Carrier::Eager => {
                 let start = self.board.layout().eager(peer, self.round, range.end).start;
                 // SAFETY: the peer has published this round, and writes this buffer again in the round after the next,
-                // which it cannot begin before this rank has announced the next. The slice borrows the engine, so that
-                // cannot be before it is gone.
+                // which it cannot begin before this rank has announced the next. Announcing needs the engine mutably,
+                // so not while the slice borrows the engine.
                 unsafe { self.board.segment().bytes(start + range.start..start + range.end) }
             }
         }
@@ -197,7 +198,7 @@ impl Sign for Announced<'_> {
         Err(self.board.mismatch(self.call, peer))
     }
 
-    /// Fails if the peer is in a call with this rank alone: neither call can be done before the other.
+    /// Fails if the peer is in a call with this rank alone: neither call can complete before the other.
     fn instead(&self, peer: usize) -> Result<()> {
         let pair = self.board.pair(peer, self.board.rank());
         if pair.is_there(self.pair_rounds[peer] + 1) && !self.is_there(peer) {
@@ -213,7 +214,7 @@ impl Announced<'_> {
     }
 }
 
-/// A hash of the arguments that must be alike on all ranks in `round`.
+/// A hash of the arguments that must be equal on all ranks in `round`.
 pub(super) fn fingerprint(info: &CallInfo, stage: u8, round: u64) -> u64 {
     let root = info.root.map_or(0, |root| root as u64 + 1);
     let kind = u64::from(info.collective.code())
@@ -225,7 +226,6 @@ pub(super) fn fingerprint(info: &CallInfo, stage: u8, round: u64) -> u64 {
     hash(round, words)
 }
 
-/// A hash of some words.
 pub(super) fn hash<const N: usize>(seed: u64, words: [u64; N]) -> u64 {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let mix = |hash: u64, word: u64| {

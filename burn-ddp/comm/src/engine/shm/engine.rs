@@ -1,4 +1,5 @@
-//! One rank's side of a group in shared memory: each collective takes the way of small or of large messages.
+//! One rank's side of a group in shared memory: each collective chooses between the ways of small and of large
+//! messages.
 
 use std::sync::Arc;
 

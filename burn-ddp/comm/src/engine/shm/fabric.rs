@@ -43,7 +43,7 @@ impl Fabric for ShmFabric {
 }
 
 impl ShmFabric {
-    /// [`try_open`](Fabric::try_open), for what builds on the engine.
+    /// [`try_open`](Fabric::try_open), for an engine that is built on this one.
     pub(in crate::engine) fn try_share(&self, call: &Call) -> Result<Result<ShmEngine, Unavailable>> {
         let (size, rank) = (call.members.count(), call.group_rank()?);
         let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };

@@ -11,7 +11,7 @@ mod kernel {
     /// Sleeps while `word` is `value`, until a [`wake`] or for `timeout`; sometimes shorter.
     pub(in crate::engine::shm) fn wait(word: &AtomicU32, value: u32, timeout: Duration) {
         let timeout = Timespec::try_from(timeout).ok();
-        // Changed already, interrupted, over: the caller looks again in any case.
+        // Word changed, call interrupted, or time over: the caller looks again in any case.
         let _ = futex::wait(word, Flags::empty(), value, timeout.as_ref());
     }
 
@@ -22,8 +22,8 @@ mod kernel {
     }
 }
 
-/// A kernel of one word: waiting is trying again when something has been stored. A wake that is lost is a thread that
-/// never goes on, which loom reports.
+/// A model of the kernel: a wait yields until the word has changed. A lost wake is a thread that never goes on, which
+/// loom reports.
 #[cfg(loom)]
 mod kernel {
     use std::time::Duration;

@@ -20,7 +20,7 @@ pub(super) struct Regions {
 
 impl Regions {
     /// The regions of buffers of `lens` bytes between `ranks` ranks, and the bytes of the segment; `None` if no segment
-    /// is as large.
+    /// can be as large.
     pub(super) fn plan(lens: &[usize], ranks: usize) -> Option<(Vec<Regions>, usize)> {
         let mut end = 0_usize;
         let mut all = Vec::with_capacity(lens.len());
@@ -33,8 +33,8 @@ impl Regions {
         Some((all, end.max(ALIGN)))
     }
 
-    /// Ranges that `rank` of `ranks` writes in buffers of these regions: its inputs, and its shares of the results.
-    /// Those of all ranks cover the segment.
+    /// Ranges that `rank` of `ranks` makes present in buffers of these regions: its inputs, and its shares of the
+    /// results. The ranges of all ranks cover the segment.
     pub(super) fn parts(all: &[Regions], rank: usize, ranks: usize) -> Vec<Range<usize>> {
         // A segment without buffers has a page all the same.
         let first = (rank == 0).then_some(0..ALIGN);
@@ -45,14 +45,12 @@ impl Regions {
         first.into_iter().chain(all.iter().flat_map(of_buffer)).collect()
     }
 
-    /// The input of `rank`.
     pub(super) fn input(&self, rank: usize) -> Range<usize> {
         // The result is in front.
         let start = self.start + (rank + 1) * self.stride;
         start..start + self.len
     }
 
-    /// The result.
     pub(super) fn result(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
@@ -71,7 +69,7 @@ pub(crate) struct ArenaBuffer {
     views: Arc<()>,
 }
 
-/// A rank's view of the result, which no rank changes while it is alive.
+/// A rank's view of the result. No rank changes the result while the view is alive.
 #[derive(Clone)]
 pub(crate) struct ArenaView {
     segment: Arc<Segment>,
@@ -94,7 +92,7 @@ impl ArenaBuffer {
         self.regions.len
     }
 
-    /// Makes it `len` bytes long. Returns false if its regions are smaller.
+    /// Makes the buffer `len` bytes long. Returns false if its regions are smaller.
     pub(crate) fn set_len(&mut self, len: usize) -> bool {
         let fits = len <= self.regions.stride;
         if fits {
@@ -111,9 +109,9 @@ impl ArenaBuffer {
 
     /// This rank's input, to be written.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the others read it only within a reduction, from when this rank announces it until this rank returns
-        // from it, for which it borrows this value. If a reduction fails, this value is not used again: others may
-        // still be reading.
+        // SAFETY: other ranks read this input only within a reduction, from its announcement by this rank until this
+        // rank returns from it, and the reduction borrows this value. If a reduction fails, this value is not used
+        // again: other ranks may still be reading.
         unsafe { self.segment.bytes_mut(self.regions.input(self.rank)) }
     }
 
@@ -127,7 +125,7 @@ impl ArenaBuffer {
         Arc::get_mut(&mut self.views).is_none()
     }
 
-    /// The result, which is complete.
+    /// A view of the result, which is complete.
     pub(super) fn view(&self) -> ArenaView {
         ArenaView { segment: self.segment.clone(), range: self.regions.result(), _alive: self.views.clone() }
     }
@@ -135,7 +133,8 @@ impl ArenaBuffer {
     /// The bytes `part` of the input of `rank`.
     ///
     /// # Safety
-    /// The rank has announced a reduction of this buffer, and does not know yet that this rank is done with it.
+    /// `rank` has announced a reduction of this buffer, and while the slice is alive this rank does not publish that it
+    /// is done.
     pub(super) unsafe fn input(&self, rank: usize, part: &Range<usize>) -> &[u8] {
         let start = self.regions.input(rank).start;
         // SAFETY: as the caller vouches.
@@ -146,7 +145,7 @@ impl ArenaBuffer {
     ///
     /// # Safety
     /// No other thread or rank reads or writes these bytes.
-    #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
+    #[expect(clippy::mut_from_ref, reason = "the protocol between ranks allows one writer")]
     pub(super) unsafe fn own_input(&self, part: &Range<usize>) -> &mut [u8] {
         let start = self.regions.input(self.rank).start;
         // SAFETY: as the caller vouches.

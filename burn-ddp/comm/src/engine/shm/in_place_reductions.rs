@@ -2,9 +2,10 @@
 //! read.
 //!
 //! Each rank announces the buffer it reduces, and if it still holds a view of that buffer's last result. If no rank
-//! does, the result is overwritten; when all are *done* it is complete and the inputs are free. If one does, each rank
-//! leaves its slice in its own input instead (*done*), all copy the slices to memory of their own, and the inputs are
-//! free when all have (*done* again). Ranks that pass different kinds of buffers reduce them as plain slices.
+//! holds one, the result is overwritten; when all are *done*, it is complete and the inputs are free. If a rank holds
+//! one, each rank leaves its slice in its own input instead (*done*), all copy the slices to memory of their own, and
+//! the inputs are free when all have (*done* again). Ranks that pass different kinds of buffers reduce them as plain
+//! slices.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -37,11 +38,11 @@ struct ResultParts<'a> {
     arena: &'a ArenaBuffer,
 }
 
-/// A shared buffer whose last result some rank still looks at: results lie in the inputs at first.
+/// A shared buffer whose last result some rank still views: results are written to the inputs, and copied from there.
 struct AsideParts<'a> {
     engine: &'a ShmEngine,
     arena: &'a ArenaBuffer,
-    /// Ranges that each part's ranks made, to be copied from their inputs.
+    /// For each part, each rank's ranges, to be copied from its input.
     spread: Vec<Vec<Vec<Range<usize>>>>,
     result: &'a mut [u8],
 }
@@ -85,7 +86,7 @@ impl Parts for AsideParts<'_> {
 }
 
 impl ShmEngine {
-    /// A reduction that `make` does part by part, all of them in the end; all ranks get all of it.
+    /// A reduction of `buf` that `make` does part by part; all ranks get the whole result.
     pub(in crate::engine) fn reduce_by(
         &mut self,
         call: &Call,
@@ -96,7 +97,7 @@ impl ShmEngine {
         make(&mut SliceParts { engine: self, call, buf, chunk: 0 })
     }
 
-    /// [`reduce_by`](Self::reduce_by), but each rank only gets what it makes, in `output`.
+    /// [`reduce_by`](Self::reduce_by), but each rank gets only its own results, in `output`.
     pub(in crate::engine) fn reduce_rows_by(
         &mut self,
         call: &Call,
@@ -182,13 +183,13 @@ impl ShmEngine {
         outcome
     }
 
-    /// The number of `buffer`, if it is one of the group, and if this rank has a view of its last result.
+    /// The note that announces `buffer`: its number in the group, or 0, and if this rank has a view of its last result.
     fn note(&self, buffer: &mut SharedBuffer) -> u64 {
         let known = buffer.as_arena().and_then(|arena| Some((arena.number(&self.token)?, arena.is_viewed())));
         known.map_or(0, |(number, viewed)| number << 1 | u64::from(viewed))
     }
 
-    /// The buffers that all ranks announced; `mine` is this rank's note.
+    /// The kind of buffers that the ranks announced; `mine` is this rank's note.
     fn passed(&self, mine: u64) -> Passed {
         let number = mine >> 1;
         let notes = || self.board.peers().iter().map(|peer| self.heard[*peer].note);
@@ -199,7 +200,7 @@ impl ShmEngine {
         if viewed { Passed::Viewed } else { Passed::Free }
     }
 
-    /// As slices.
+    /// Reduces the buffers as plain slices.
     fn reduce_plainly(
         &mut self,
         call: &Call,
@@ -219,7 +220,7 @@ impl ShmEngine {
         op: Option<ReduceOp>,
     ) -> Result<SharedView> {
         let slice = part(arena.len(), dtype.size_bytes(), self.board.size(), self.board.rank());
-        // SAFETY: all have announced; this rank is done below.
+        // SAFETY: all have announced; this rank publishes only below that it is done.
         let source = |rank| Source::Bytes(unsafe { arena.input(rank, &slice) });
         // SAFETY: no rank has a view of the result, and every rank writes a slice of its own.
         let out = unsafe { arena.result(&slice) };
@@ -234,7 +235,7 @@ impl ShmEngine {
         let slice = |rank| part(arena.len(), dtype.size_bytes(), size, rank);
         let mut result = SharedBuffer::plain(arena.len());
         let own = slice(me);
-        // SAFETY: all have announced; this rank is done below.
+        // SAFETY: all have announced; this rank publishes only below that it is done.
         let source = |rank| Source::Bytes(unsafe { arena.input(rank, &own) });
         self.reduce(dtype, op, source, &mut result.bytes_mut()[own.clone()])?;
         // SAFETY: no other rank reads this slice of this rank's input before it is done.
@@ -255,7 +256,7 @@ impl ShmEngine {
     /// not know yet that this rank is done with it.
     fn fold_inputs(&self, arena: &ArenaBuffer, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
         for range in &work[self.board.rank()] {
-            // SAFETY: all have announced; this rank is done when all parts are spread.
+            // SAFETY: all have announced; this rank publishes that it is done only after all parts.
             let sources = (0..self.board.size()).map(|rank| unsafe { arena.input(rank, range) });
             fold(range.clone(), &sources.collect::<Vec<_>>())?;
         }

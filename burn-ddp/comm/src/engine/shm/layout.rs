@@ -1,12 +1,12 @@
-//! Places of all parts of a group's segment.
+//! Offsets of all parts of a group's segment.
 //!
 //! ```text
 //! [cell; n]              each rank's words for all others: lines, progress, doorbell, mailbox
 //! [[pair; n]; n]         rank i's words for rank j alone: send and receive
-//! [[eager; 2]; n]        payloads that do not fit in a line, by parity of the round
+//! [[eager; 2]; n]        small payloads that do not fit in a line, by parity of the round
 //! [[slot; SLOTS]; n]     chunks of large messages
-//! [[result; SLOTS]; n]   what each rank has made of its part of a chunk
-//! [[parcel; SLOTS]; n]   chunks of what is sent to one rank
+//! [[result; SLOTS]; n]   each rank's results for its part of a chunk
+//! [[parcel; SLOTS]; n]   chunks of a message to one rank
 //! ```
 
 use std::ops::Range;
@@ -16,13 +16,13 @@ use super::rank_cell::{Cell, Pair};
 /// Chunks that a rank has under way at a time.
 pub(super) const SLOTS: usize = 2;
 
-/// Payloads of all ranks together up to this size go through the eager buffers: each rank reads all of them.
+/// Most bytes of all ranks' payloads together that go through the eager buffers, where each rank reads all of them.
 const EAGER_TOTAL_BYTES: usize = 64 << 10;
-/// Bytes of a slot: a chunk, what others add to it, and its way out stay in a core's cache.
+/// Bytes of a slot: a chunk, what other ranks add to it, and its result stay in a core's cache.
 const SLOT_BYTES: usize = 256 << 10;
 /// Bytes of a chunk from one rank to another.
 const PARCEL_BYTES: usize = 64 << 10;
-/// Areas begin at multiples of this: no two ranks write to one cache line, or to one page.
+/// Areas begin at multiples of this, so that no page belongs to two areas.
 const ALIGN: usize = 4096;
 
 /// Offsets in a segment for `n` ranks.
@@ -52,7 +52,7 @@ impl Layout {
         let pairs = area(n * n, size_of::<Pair>());
         let eager = area(n * 2, eager_bytes);
         let slots = area(n * SLOTS, SLOT_BYTES);
-        // Parts differ by an element, which is shorter than this.
+        // Parts of a chunk differ by an element, which is shorter than 64 bytes.
         let result_bytes = (SLOT_BYTES / n + 64).next_multiple_of(64);
         let results = area(n * SLOTS, result_bytes);
         let parcels = area(n * SLOTS, PARCEL_BYTES);
@@ -64,10 +64,10 @@ impl Layout {
         self.len
     }
 
-    /// Ranges that `rank` writes, which makes them present. Those of all ranks cover the segment.
+    /// Ranges that `rank` makes present: mostly those that it writes later. The ranges of all ranks cover the segment.
     pub(super) fn parts(&self, rank: usize) -> Vec<Range<usize>> {
         let areas = [self.eager, self.slots, self.results, self.parcels, self.len];
-        // The words of all ranks are in front, and small.
+        // The cells and pairs of all ranks are in front, and small.
         let words = (rank == 0).then_some(0..self.eager);
         words.into_iter().chain(areas.windows(2).map(|ends| share(ends[0]..ends[1], rank, self.n))).collect()
     }
@@ -77,24 +77,23 @@ impl Layout {
         rank * size_of::<Cell>()
     }
 
-    /// The words of `from` for `to`.
+    /// Offset of the words of `from` for `to`.
     pub(super) fn pair(&self, from: usize, to: usize) -> usize {
         self.pairs + (from * self.n + to) * size_of::<Pair>()
     }
 
-    /// Bytes that one rank can say eagerly.
+    /// Bytes of one eager buffer.
     pub(super) fn eager_bytes(&self) -> usize {
         self.eager_bytes
     }
 
-    /// The first `len` bytes of what `rank` says in `round`.
+    /// The first `len` bytes of the eager buffer of `rank` for `round`.
     pub(super) fn eager(&self, rank: usize, round: u64, len: usize) -> Range<usize> {
         debug_assert!(len <= self.eager_bytes);
         let start = self.eager + (rank * 2 + (round % 2) as usize) * self.eager_bytes;
         start..start + len
     }
 
-    /// Bytes of a slot.
     pub(super) fn slot_bytes(&self) -> usize {
         SLOT_BYTES
     }
@@ -106,14 +105,13 @@ impl Layout {
         start + part.start..start + part.end
     }
 
-    /// The first `len` bytes of what `rank` makes of chunk number `chunk`.
+    /// The first `len` bytes of the result of `rank` for its chunk number `chunk`.
     pub(super) fn result(&self, rank: usize, chunk: usize, len: usize) -> Range<usize> {
         debug_assert!(len <= self.result_bytes);
         let start = self.results + (rank * SLOTS + chunk % SLOTS) * self.result_bytes;
         start..start + len
     }
 
-    /// Bytes of a chunk on its way from one rank to another.
     pub(super) fn parcel_bytes(&self) -> usize {
         PARCEL_BYTES
     }

@@ -1,5 +1,5 @@
-//! Ranks of a machine and the memory that they share in loom's models: the protocol by the real cells and the real
-//! doorbell, with memory whose accesses loom watches.
+//! The ranks of a machine and the memory that they share, for loom's models: the protocol with the real cells and the
+//! real doorbell, on memory whose accesses loom watches.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -72,7 +72,7 @@ impl Machine {
         (0..self.ranks.len()).filter(move |rank| *rank != me)
     }
 
-    /// Sleeps until `there` of all peers, as `Board::wait` does when spinning is over.
+    /// Sleeps until `there` holds for all peers, as `Board::wait` does when spinning is over.
     pub(super) fn wait(&self, me: usize, there: impl Fn(usize) -> bool) {
         self.wake_sleepers(me);
         let mut missing: Vec<usize> = self.peers(me).filter(|peer| !there(*peer)).collect();
@@ -104,8 +104,8 @@ impl Machine {
         }
     }
 
-    /// Announces a word in the line and in the eager buffer of `round`, and checks what each peer announced. A rank
-    /// that does not sleep looks.
+    /// Announces a word in the line and in the eager buffer of `round`, and checks what each peer announced. Without
+    /// `sleeps` the rank only looks.
     pub(super) fn say(&self, me: usize, round: u64, sleeps: bool) -> Option<()> {
         let (nth, word) = (parity(round), |rank| value(rank, round, 0));
         self.ranks[me].eager[nth].write(word(me));
@@ -126,8 +126,8 @@ impl Machine {
         Some(())
     }
 
-    /// Announces a call with `note` and waits for the others'; their notes. Here and below waits look and yield: how
-    /// ranks sleep is modelled by itself.
+    /// Announces a call with `note` and waits for the peers' announcements; returns their notes. Here and below, waits
+    /// look and yield: sleep has models of its own.
     fn announce(&self, me: usize, round: u64, note: u64) -> Option<Vec<u64>> {
         let nth = parity(round);
         self.ranks[me].lines[nth].publish(round, &Announcement { note, ..Announcement::default() }, 0);
@@ -140,7 +140,6 @@ impl Machine {
         self.ranks[me].ready.publish(ticket(round, chunk));
     }
 
-    /// The word that `peer` put.
     fn slot(&self, peer: usize, round: u64, chunk: u64) -> Option<u64> {
         self.look(|| self.ranks[peer].ready.has_reached(ticket(round, chunk)))?;
         Some(self.ranks[peer].slots[parity(chunk)].read())
@@ -208,8 +207,8 @@ impl Machine {
         Some(())
     }
 
-    /// Model of `transfer` of `pair`: sends `to` a peer and receives `from` one, each with the number of that pair's
-    /// call.
+    /// Model of `transfer` of `point_to_point_messages`: sends `to` a peer and receives `from` one, each with the
+    /// number of that pair's call.
     pub(super) fn transfer(
         &self,
         me: usize,
@@ -253,8 +252,8 @@ impl Machine {
         self.look(|| self.pairs[peer][me].taken.has_reached(ticket(round, step)))
     }
 
-    /// Model of `reduce_shared` of `in_place_reductions`, of one buffer; `viewed` if this rank still looks at the last
-    /// result. True if the new one is in the buffer.
+    /// Model of `reduce_shared` of `in_place_reductions`, of one buffer; `viewed` if this rank still views the last
+    /// result. Returns true if the new result is in the buffer.
     pub(super) fn reduce_shared(&self, me: usize, round: u64, viewed: bool) -> Option<bool> {
         let slices = 0..self.ranks.len();
         slices.clone().for_each(|slice| self.ranks[me].input[slice].write(value(me, round, slice as u64)));

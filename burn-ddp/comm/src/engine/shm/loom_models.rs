@@ -1,5 +1,5 @@
-//! The protocol under loom: every interleaving, every order of memory that the language allows. README.md lists the
-//! faults that they find.
+//! Models of the protocol under loom: every interleaving of few preemptions, every order of memory that the language
+//! allows. README.md lists the faults that the models find.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -17,8 +17,8 @@ fn explore(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Each rank on a thread of its own. `rank` returns `None` if it gave up waiting; it must not in
-/// every order of steps.
+/// Each rank on a thread of its own. `rank` returns `None` if it gave up waiting; fails if that happens in every order
+/// of steps.
 fn ranks<R>(ranks: usize, preemptions: usize, rank: R)
 where
     R: Fn(&Machine, usize) -> Option<()> + Send + Sync + Copy + 'static,
@@ -91,7 +91,7 @@ fn loom_two_slots_in_turn_are_enough_for_three() {
     ranks(3, 0, |machine, me| machine.reduce(me, 1, 3));
 }
 
-/// A rank that put something returns before it has been taken; its next call waits.
+/// A rank that put a chunk returns before the chunk has been taken; its next call waits for that.
 #[test]
 fn loom_a_call_begins_when_the_one_before_is_over() {
     ranks(2, 2, |machine, me| {
@@ -159,7 +159,8 @@ fn view_one_result_for_longer(machine: &Machine, me: usize) -> Option<()> {
     Some(())
 }
 
-/// A ring without a look at the sleeper, as the membership does: the woken rank sees the change behind the ring.
+/// A ring without a look at what the owner sleeps for, as the membership rings: the woken rank sees the change that
+/// came before the ring.
 #[test]
 fn loom_a_ring_tells_what_it_is_for() {
     ranks(2, 3, |machine, me| {

@@ -1,14 +1,14 @@
-//! Memory that this process may still take: of the machine, and of the control groups that limit it, as containers and
-//! batch systems do.
+//! Memory that this process may still take: of the machine, and within the limits of its control groups, which
+//! containers and batch systems set.
 //!
-//! A control group that exceeds its limit has a process killed, so what it has to spare is asked for before memory is
+//! If a control group exceeds its limit, the kernel kills one of its processes, so this limit is read before memory is
 //! taken. Page cache counts as spare: the kernel drops it first. Swap does not: shared memory there would be slow.
 
 use std::fmt;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-/// Bytes to spare, and whose.
+/// Bytes to spare, and what limits them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Spare {
     pub(super) bytes: u64,
@@ -58,7 +58,7 @@ impl Version {
     /// Files with limits in bytes, the file with the bytes in use, and the keys of page cache in `memory.stat`.
     fn names(self) -> (&'static [&'static str], &'static str, [&'static str; 2]) {
         match self {
-            // The totals count subgroups, as the use does.
+            // The `total_` keys count subgroups, as the usage does.
             Self::V1 => {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_active_file", "total_inactive_file"])
             }
@@ -81,7 +81,8 @@ fn group_directories(cgroup: &str, mountinfo: &str) -> Vec<(Version, PathBuf)> {
             _ => continue,
         };
         for (root, point) in mountinfo.lines().filter_map(|line| mount(line, version)) {
-            // Within a container the mount may begin at its own group. A group elsewhere is not visible there.
+            // Within a container the mount may begin at the container's own group. Groups outside of it are not visible
+            // then.
             let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
             let outside = below.components().any(|part| part == Component::ParentDir);
             let lowest: PathBuf =
@@ -93,7 +94,7 @@ fn group_directories(cgroup: &str, mountinfo: &str) -> Vec<(Version, PathBuf)> {
     directories
 }
 
-/// The group at which a mount of the hierarchy begins, and the directory where it is, by a line of `mountinfo`.
+/// By a line of `mountinfo`: the group at which a mount of the hierarchy begins, and the directory of the mount.
 fn mount(line: &str, version: Version) -> Option<(PathBuf, PathBuf)> {
     let (place, kind) = line.split_once(" - ")?;
     let mut kind = kind.split(' ');

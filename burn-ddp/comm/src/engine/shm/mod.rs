@@ -1,8 +1,8 @@
 //! The shm engine: between ranks of one machine, through memory that all of them map.
 //!
-//! A group has one [segment](segment). In it each rank has a [cell](rank_cell) that only it writes: its peers read
-//! there its current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a
-//! core for every rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through
+//! The calls of a group go through one [segment](segment). In it each rank has a [cell](rank_cell), where it publishes
+//! its current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a core for
+//! every rank, then sleeps until the rank that it waits for rings its [doorbell](doorbell). Large messages go through
 //! [slots](slot_reductions) that stay in the caches; [shared buffers](in_place_buffer) are reduced where they are.
 //! `README.md` beside the parts describes the protocol.
 

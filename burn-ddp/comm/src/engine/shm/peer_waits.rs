@@ -17,9 +17,9 @@ use crate::{Error, Result};
 
 /// Looks before sleeping peers are woken: a sign that is due soon comes within them.
 const FIRST_LOOKS: u32 = 300;
-/// Time to spin, where there is a core for every rank and no missing peer shares this rank's.
+/// Time to spin, where there is a core for every rank and no missing peer shares this rank's core.
 const SPIN: Duration = Duration::from_micros(100);
-/// Looks between two looks at the clock.
+/// Looks for the awaited sign between two looks at the clock.
 const LOOKS: u32 = 32;
 /// Times to yield before sleeping, where ranks share cores.
 const YIELDS: u32 = 8;
@@ -28,7 +28,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// A sign awaited from a peer.
 pub(super) trait Sign {
-    /// True if it is there.
+    /// True if the sign of `peer` is there.
     fn is_there(&self, peer: usize) -> bool;
 
     /// Called once when it is there.
@@ -36,7 +36,7 @@ pub(super) trait Sign {
         Ok(())
     }
 
-    /// Called now and then while it is missing. Fails if the peer is in another call, so that it will never come.
+    /// Called now and then while it is missing. Fails if the peer is in another call, so that the sign will never come.
     fn instead(&self, _peer: usize) -> Result<()> {
         Ok(())
     }
@@ -59,7 +59,7 @@ pub(super) struct Board {
     membership: Arc<Membership>,
     /// True if there is a core for every rank of this machine.
     spins: bool,
-    /// Known to the membership for as long as this lives.
+    /// Registered with the membership for as long as the board lives.
     _alarm: Arc<Alarm>,
 }
 
@@ -110,12 +110,10 @@ impl Board {
         &self.layout
     }
 
-    /// The cell of `rank`.
     pub(super) fn cell(&self, rank: usize) -> &Cell {
         self.segment.at(self.layout.cell(rank))
     }
 
-    /// The cell of this rank.
     pub(super) fn mine(&self) -> &Cell {
         self.cell(self.rank)
     }
@@ -145,7 +143,7 @@ impl Board {
         peers.iter().any(|peer| self.cell(*peer).bell.last_ran_on(core))
     }
 
-    /// Waits for `sign` of all `peers`, having published something; wakes the peers that sleep for that.
+    /// Waits for `sign` of all `peers`; wakes the peers that sleep for what this rank has published before.
     #[inline]
     pub(super) fn wait(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
         let all_there = || peers.iter().all(|peer| sign.is_there(*peer));
@@ -188,14 +186,14 @@ impl Board {
         Ok(())
     }
 
-    /// The error of this rank's call and another one's, which it did not expect from `peer`: both show theirs.
+    /// The error for a call of `peer` that differs from this rank's `call`. Both ranks show each other their header.
     #[cold]
     pub(super) fn mismatch(&self, call: &Call, peer: usize) -> Error {
         let mut header = Vec::new();
         call.header(peer, 0).encode(&mut header);
         self.mine().mailbox.post(&header);
         self.wake_sleepers();
-        // It may sleep for a third rank.
+        // The peer may sleep for a third rank.
         self.cell(peer).bell.ring();
         if let Err(error) = self.wait(call, &[peer], &|peer| self.cell(peer).mailbox.is_there()) {
             return error;
@@ -215,7 +213,7 @@ impl Board {
             Ok(prefix) => {
                 let site = &site[..prefix.site_bytes().min(site.len())];
                 let unlike = call.check_header(peer, &prefix.finish(site), 0).err();
-                unlike.unwrap_or_else(|| wrong("an announcement that is not that of its call".to_owned()))
+                unlike.unwrap_or_else(|| wrong("an announcement that differs from the header of its call".to_owned()))
             }
         }
     }
@@ -243,7 +241,7 @@ struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// Notes the peers that have come; true if any is still missing.
+    /// Removes the peers whose sign is there from `missing`; true if any peer is left.
     fn look(&mut self, sign: &impl Sign) -> Result<bool> {
         let mut nth = 0;
         while let Some(&peer) = self.missing.get(nth) {
@@ -268,19 +266,19 @@ impl Wait<'_> {
         let Some(&peer) = self.missing.iter().find(shares_core).or(self.missing.last()) else { return Ok(()) };
         self.board.mine().bell.sleep(peer, next_look.min(grace), || {
             let came = self.missing.iter().any(|peer| sign.is_there(*peer));
-            // No later change is slept over: the rank that makes it rings.
+            // A change after this look ends the sleep: the rank that makes it rings.
             if came { Ok(false) } else { self.check(sign).map(|()| true) }
         })
     }
 
-    /// Fails if waiting on is in vain.
+    /// Fails if a missing sign will never come.
     fn check(&self, sign: &impl Sign) -> Result<()> {
         let board = self.board;
         board.membership.check()?;
         for &peer in &self.missing {
             let left = board.membership.has_left(self.call.world_rank(peer));
             let closed = board.cell(peer).closed.has_reached(1);
-            // What it said before it went counts.
+            // A sign that the peer published before it left counts.
             if sign.is_there(peer) {
                 continue;
             }

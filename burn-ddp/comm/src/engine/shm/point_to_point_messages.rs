@@ -1,8 +1,8 @@
 //! Send and receive through shared memory: messages from one rank to one other.
 //!
-//! Both publish a line that only the other reads. What is sent follows in parcels; the receiver counts those it has
-//! taken, and the sender returns when it has taken the last one. So a rank sends one message at a time, and its parcels
-//! can be used for any receiver.
+//! Both ranks publish a line that only the other reads. The payload follows in parcels; the receiver counts the parcels
+//! it has taken, and the sender returns when the last one has been taken. So a rank sends one message at a time, and
+//! the same parcels serve any receiver.
 #![allow(unsafe_code)]
 
 use super::chunks::Chunks;
@@ -22,7 +22,7 @@ struct Agreed<'a> {
     call: &'a Call,
     /// Number of calls between this rank and each peer alone, this one included.
     pair_rounds: &'a [u64],
-    /// The round of all ranks that comes next.
+    /// Number of the next round of all ranks.
     next_round: u64,
 }
 
@@ -102,8 +102,8 @@ impl ShmEngine {
         }
         let (me, range) = (self.board.rank(), chunks.range(chunk));
         let room = self.board.layout().parcel(me, chunk, range.len());
-        // SAFETY: what was here before has been taken: within this message the sender has waited for that, and it
-        // returned from the message before when all of it was.
+        // SAFETY: the parcel that was here before has been taken: within this message the sender has waited for that,
+        // and the message before returned only when all its parcels had been taken.
         unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(&send.payload[range]);
         self.board.pair(me, send.peer).sent.publish(ticket(self.pair_rounds[send.peer], chunk));
         self.board.wake_sleepers();
@@ -123,8 +123,8 @@ impl ShmEngine {
         self.board.wait(call, &[peer], &|peer: usize| self.board.pair(peer, me).sent.has_reached(ticket))?;
         let range = chunks.range(chunk);
         let parcel = self.board.layout().parcel(peer, chunk, range.len());
-        // SAFETY: the sender has published it, and writes here again only after this rank has published that it took
-        // it.
+        // SAFETY: the sender has published the parcel, and writes here again only after this rank has published that it
+        // took the parcel.
         into.payload[range].copy_from_slice(unsafe { self.board.segment().bytes(parcel) });
         into.weight = self.board.pair(peer, me).line(self.pair_rounds[peer]).read(0).weight;
         Ok(())
@@ -132,7 +132,7 @@ impl ShmEngine {
 }
 
 impl Agreed<'_> {
-    /// The peer is in a call of all ranks: neither call can be done before the other.
+    /// True if the peer is in a call of all ranks: neither call can complete before the other.
     fn in_a_collective(&self, peer: usize) -> bool {
         self.board.cell(peer).line(self.next_round).is_there(self.next_round)
     }
@@ -160,8 +160,8 @@ impl Sign for Agreed<'_> {
     }
 }
 
-/// A hash of what two ranks must call alike, the same on both: a message is described by its sender, a swap by the
-/// lower rank.
+/// A hash of the arguments in which two ranks must agree, equal on both: a message is described as its sender sees it,
+/// a swap as the lower rank does.
 fn fingerprint(info: &CallInfo, me: usize, peer: usize, round: u64) -> u64 {
     let i_am_first = match info.collective {
         Collective::Send => true,

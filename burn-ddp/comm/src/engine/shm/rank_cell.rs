@@ -1,6 +1,7 @@
 //! Cells in shared memory: the words that a rank publishes for all others, and those of a pair, for one other alone.
 //!
-//! Each word has one writer. Everything but the first word of a struct is valid once that has been read as published.
+//! Each word but a doorbell's `rings` has one writer. A line or mailbox is valid once its first word has been read as
+//! published.
 
 use super::atomics::{AtomicU32, AtomicU64, Ordering};
 use super::doorbell::Doorbell;
@@ -16,9 +17,9 @@ pub(super) const LINE_BYTES: usize = LINE_WORDS * 8;
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Line {
-    /// The round it is of; published last.
+    /// The round of the announcement; published last.
     round: AtomicU64,
-    /// A hash of all that must be alike.
+    /// A hash of the arguments that must be equal on all ranks.
     fingerprint: AtomicU64,
     /// The bits of the rank's weight.
     weight: AtomicU64,
@@ -37,7 +38,7 @@ pub(super) struct Announcement {
 }
 
 impl Line {
-    /// Publishes `what` in `round`. Rounds of a line grow.
+    /// Publishes `what` in `round`. The round of a line only grows.
     pub(super) fn publish(&self, round: u64, what: &Announcement, words: usize) {
         self.fingerprint.store(what.fingerprint, Ordering::Relaxed);
         self.weight.store(what.weight.to_bits(), Ordering::Relaxed);
@@ -83,7 +84,7 @@ impl Progress {
     }
 }
 
-/// The header of a call that does not fit to another's. Written at most once: it ends the world.
+/// The header of a call that differs from another rank's. Written at most once, since the difference ends the world.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(super) struct Mailbox {
@@ -132,21 +133,20 @@ impl Mailbox {
 pub(super) struct Cell {
     /// The doorbell on which the rank sleeps. Rung by others.
     pub(super) bell: Doorbell,
-    /// By parity of the round: it may be a call ahead. Written by the rank.
+    /// By parity of the round, since the rank may be a call ahead. Written by the rank.
     lines: [Line; 2],
-    /// Chunks of which others may read what this rank put in. Written by the rank.
+    /// Ticket of the last chunk that others may read from this rank's slots. Written by the rank.
     pub(super) ready: Progress,
-    /// Chunks with which this rank is done: their results are there, or what others put in was read. Written by the
-    /// rank.
+    /// Ticket of the last chunk with which the rank is done: its result is there, or others' slots were read. Written
+    /// by the rank.
     pub(super) done: Progress,
-    /// Not 0 once the rank takes part no more. Written by the rank.
+    /// Not 0 once the rank has closed its side of the group. Written by the rank.
     pub(super) closed: Progress,
     /// Written by the rank.
     pub(super) mailbox: Mailbox,
 }
 
 impl Cell {
-    /// The line of `round`.
     pub(super) fn line(&self, round: u64) -> &Line {
         &self.lines[(round % 2) as usize]
     }
@@ -157,21 +157,19 @@ impl Cell {
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Pair {
-    /// Its calls with the other, by parity of the round: it may be a call ahead.
+    /// The rank's calls with the other, by parity of the round, since it may be a call ahead.
     lines: [Line; 2],
-    /// Chunks that are there for the other.
+    /// Ticket of the last parcel that the other may read.
     pub(super) sent: Progress,
-    /// Chunks that it has of the other's.
+    /// Ticket of the last parcel of the other that the rank has taken.
     pub(super) taken: Progress,
 }
 
 impl Pair {
-    /// The line of `round`.
     pub(super) fn line(&self, round: u64) -> &Line {
         &self.lines[(round % 2) as usize]
     }
 
-    /// True if the line of `round` is published.
     pub(super) fn is_there(&self, round: u64) -> bool {
         self.line(round).is_there(round)
     }

@@ -1,8 +1,8 @@
 //! Memory that several processes map.
 //!
-//! A memfd: it has no name, so nothing is left behind when processes are killed. Its size is sealed, so no process can
-//! make another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, each made by the
-//! rank that writes it, so that missing memory is an error here.
+//! A segment is a memfd. It has no name, so nothing is left behind when processes are killed. Its size is sealed, so no
+//! process can cause a SIGBUS in another by shrinking it. All of its pages are made present before it is used, so that
+//! missing memory is an error here; mostly the rank that writes a page makes it present.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -52,11 +52,12 @@ unsafe impl Shared for Cell {}
 unsafe impl Shared for Pair {}
 
 impl Segment {
-    /// A new segment of `len` zeros, without memory yet, and the file descriptor by which other processes map it.
+    /// A new segment of `len` zero bytes, none of them present yet, and the file descriptor by which other processes
+    /// map it.
     pub(super) fn create(len: usize) -> io::Result<(Segment, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = match rustix::fs::memfd_create("burn-ddp", flags | MemfdFlags::NOEXEC_SEAL) {
-            // Older kernels do not know that data is not to be executed.
+            // Older kernels do not know `NOEXEC_SEAL`.
             Err(Errno::INVAL) => rustix::fs::memfd_create("burn-ddp", flags),
             other => other,
         }?;
@@ -65,12 +66,12 @@ impl Segment {
         Ok((Segment::map(fd.as_fd(), len)?, fd))
     }
 
-    /// Makes the pages in `ranges` present: they are near this rank's core, and count as memory of its control group.
+    /// Makes the pages in `ranges` present: they lie near this rank's core and count as memory of its control group.
     /// `fd` is the segment's.
     ///
     /// # Errors
-    /// Those of the system; also if the machine or a control group has not as much memory to spare, since some systems
-    /// grant it and then end a process.
+    /// Those of the system; also if the machine or a control group has less memory to spare, since some systems grant
+    /// the memory and then kill a process.
     pub(super) fn populate(&self, fd: BorrowedFd<'_>, ranges: &[Range<usize>]) -> io::Result<()> {
         let wanted: usize = ranges.iter().map(ExactSizeIterator::len).sum();
         if let Some(spare) = memory_limits::spare().filter(|spare| wanted as u64 > spare.bytes) {
@@ -83,7 +84,7 @@ impl Segment {
             let first = self.base.as_ptr().wrapping_add(start).cast();
             // SAFETY: advice about a mapping of this segment; its pages become present, none changes.
             match unsafe { rustix::mm::madvise(first, len, Advice::LinuxPopulateWrite) } {
-                // Older kernels: the memory is set aside all the same, and mapped when it is touched.
+                // Older kernels: `fallocate` sets the memory aside, and pages are mapped when touched.
                 Err(Errno::INVAL) => {
                     rustix::fs::fallocate(fd, FallocateFlags::empty(), start as u64, len as u64)?;
                 }
@@ -93,12 +94,14 @@ impl Segment {
         Ok(())
     }
 
-    /// Maps what a peer created with `len` bytes. Pages that others have made present are mapped as they are touched:
-    /// all of them for all ranks would be most of the time in which a large world meets.
+    /// Maps a segment of `len` bytes that a peer created. Pages that other ranks have made present are mapped when they
+    /// are touched: mapping all of them on all ranks would take most of the time in which a large world joins.
     pub(super) fn map(fd: BorrowedFd<'_>, len: usize) -> io::Result<Segment> {
         let (seals, size) = (rustix::fs::fcntl_get_seals(fd)?, rustix::fs::fstat(fd)?.st_size);
         if !seals.contains(SEALS) || u64::try_from(size).ok() != Some(len as u64) {
-            return Err(io::Error::other(format!("a segment of {size} bytes with seals {seals:?}, {len} expected")));
+            return Err(io::Error::other(format!(
+                "a segment of {size} bytes with {seals:?}; {len} bytes with {SEALS:?} expected"
+            )));
         }
         let (base, reserved) = reserve(len)?;
         let segment = Segment { base, len, reserved };
@@ -114,7 +117,7 @@ impl Segment {
             )?;
         }
         if len >= HUGE_PAGE_BYTES {
-            // Where the system does not allow it, small pages do.
+            // If the system does not allow huge pages, small ones serve.
             // SAFETY: advice about a mapping of this segment changes none of its bytes.
             let _ = unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxHugepage) };
         }
@@ -139,7 +142,7 @@ impl Segment {
     /// The bytes in `range`.
     ///
     /// # Safety
-    /// Until the slice is gone no rank writes them.
+    /// No rank writes these bytes while the slice is alive.
     pub(super) unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
         self.check(&range);
         // SAFETY: in bounds of a mapping that lives as long as `self`; unwritten, as the caller vouches.
@@ -149,8 +152,8 @@ impl Segment {
     /// The bytes in `range`, to be written.
     ///
     /// # Safety
-    /// Until the slice is gone no other code, on any rank, reads or writes them.
-    #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
+    /// No other code, on any rank, reads or writes these bytes while the slice is alive.
+    #[expect(clippy::mut_from_ref, reason = "the protocol between ranks allows one writer")]
     pub(super) unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
         self.check(&range);
         // SAFETY: in bounds of a mapping that lives as long as `self`; exclusive, as the caller vouches.
@@ -180,7 +183,7 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// Addresses for at least `len` bytes, aligned so that huge pages fit; with how many bytes are reserved.
+/// Reserves addresses for at least `len` bytes, aligned for huge pages; returns the first, and how many.
 fn reserve(len: usize) -> io::Result<(NonNull<u8>, usize)> {
     let too_much = || io::Error::from(io::ErrorKind::OutOfMemory);
     let len = len.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or_else(too_much)?;
@@ -236,7 +239,7 @@ mod tests {
         assert!(Segment::map(open.as_fd(), 4096).is_err());
     }
 
-    /// A segment with all of its memory.
+    /// A segment whose pages are all present.
     fn filled(len: usize) -> io::Result<Segment> {
         let (segment, fd) = Segment::create(len)?;
         segment.populate(fd.as_fd(), std::slice::from_ref(&(0..len)))?;
@@ -248,10 +251,10 @@ mod tests {
         assert!(filled(1 << 46).is_err());
     }
 
-    /// Directory of the control group for the process that the test below starts.
+    /// Variable that names the control group's directory to the process that the test below starts.
     const GROUP: &str = "BURN_DDP_TEST_GROUP";
 
-    /// Without the limit in mind the kernel ends the process.
+    /// If `populate` did not check the limit, the kernel would kill the process.
     #[test]
     fn more_than_a_control_group_allows_is_an_error() {
         use std::process::Command;

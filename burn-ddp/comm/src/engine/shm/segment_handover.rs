@@ -1,19 +1,19 @@
-//! One rank makes a segment and hands it to the others in turn: each maps it and gives memory to its part; all have it
-//! then, or none, and all know why.
+//! One rank creates a segment and hands it to the others in turn; each maps it and makes its part present. In the end
+//! all have it, or none has and all know why.
 //!
 //! ```text
 //! member                         leader (rank 0 of the group)
 //! connects ─ Hello ───────────►  is it a process of this user, does it know the key?
 //!          ◄───────── Came ────  ranks still missing; again whenever one has come
-//!          ◄──── Offer + fd ───  all are there, and it is this member's turn  or Verdict(why not)
+//!          ◄──── Offer + fd ───  all are there, and it is this member's turn; or Verdict(why not)
 //! maps it ── Mapped(how) ─────►
 //!          ◄────── Verdict ────  all have mapped it, or the first reason why one has not
 //! ```
 //!
-//! In turn, since what a control group has to spare is known only when the last one has taken its part.
+//! Members take turns, since what a control group has to spare is known only when the member before has taken its part.
 //!
-//! The sockets are abstract ones of this machine, under names that follow from the key of the world's connections. They
-//! keep message boundaries, and are closed when the verdict has come.
+//! The sockets are abstract unix sockets, under names derived from the key of the world's connections. They keep
+//! message boundaries, and are closed when the verdict has come.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -56,15 +56,15 @@ enum Note {
     Hello { rank: u32, proof: [u8; KEY_BYTES] },
     /// Group ranks that have not come yet.
     Came { missing: Vec<u32> },
-    /// The segment is here, this large.
+    /// The segment, of `len` bytes; its descriptor travels along.
     Offer { len: u64 },
-    /// The sender has mapped it, or could not.
+    /// The sender has mapped the segment, or why it could not.
     Mapped(Result<(), String>),
-    /// All have mapped it, or one could not.
+    /// All have mapped the segment, or why one could not.
     Verdict(Result<(), String>),
 }
 
-/// One segment on its way.
+/// One segment that is being handed over.
 pub(super) struct Handover<'a> {
     pub(super) call: &'a Call,
     pub(super) membership: &'a Membership,
@@ -78,7 +78,7 @@ pub(super) struct Handover<'a> {
 /// Hands a segment from this process to itself.
 ///
 /// # Errors
-/// If that cannot be done here: a container or a security module may forbid one of the steps.
+/// If a step fails: a container or a security module may forbid it.
 pub(crate) fn try_handover() -> io::Result<()> {
     let name: String = random()?.iter().map(|byte| format!("{byte:02x}")).collect();
     let listener = unix_socket::bind_packets(&name)?;
@@ -89,7 +89,7 @@ pub(crate) fn try_handover() -> io::Result<()> {
     let (segment, fd) = Segment::create(len)?;
     segment.populate(fd.as_fd(), &parts)?;
     write(&leader, &Note::Offer { len: len as u64 }, Some(&fd))?;
-    let offered = read(&member)?.1.ok_or_else(|| io::Error::other("a descriptor was lost on its way"))?;
+    let offered = read(&member)?.1.ok_or_else(|| io::Error::other("the segment's file descriptor did not arrive"))?;
     Segment::map(offered.as_fd(), len).map(drop)
 }
 
@@ -102,8 +102,8 @@ struct Waits<'a> {
 }
 
 impl Handover<'_> {
-    /// A segment of `len` bytes that all ranks of the group have mapped; or, on all of them, why there is none. `parts`
-    /// are the ranges that this rank gives memory to; those of all ranks cover the segment.
+    /// A segment of `len` bytes that all ranks of the group have mapped, or on all of them the reason why there is
+    /// none. `parts` are the ranges that this rank makes present; the parts of all ranks cover the segment.
     ///
     /// # Errors
     /// Those of a collective.
@@ -124,7 +124,7 @@ impl Handover<'_> {
         (0..self.size()).filter(|rank| *rank != self.rank).collect()
     }
 
-    /// A new segment in which the leader's parts have memory.
+    /// A new segment in which the leader's parts are present.
     fn create(&self, len: usize, parts: &[Range<usize>]) -> Result<(Segment, OwnedFd), Unavailable> {
         let made = Segment::create(len).and_then(|(segment, fd)| {
             segment.populate(fd.as_fd(), parts)?;
@@ -156,7 +156,7 @@ impl Handover<'_> {
         Ok(made.map(|(segment, _)| segment))
     }
 
-    /// Waits until every member has connected and proved its rank; yields their connections, by rank.
+    /// Waits until every member has connected and proved its rank; returns the connections, by rank.
     fn gather(&self, waits: &mut Waits<'_>, listener: &Socket) -> Result<Vec<(usize, Socket)>> {
         let mut missing: Vec<usize> = (1..self.size()).collect();
         // Connections that have not proved a rank yet.
@@ -223,7 +223,7 @@ impl Handover<'_> {
         let rank = self.rank as u32;
         let proof = self.key.key.sign(&[HELLO, &rank.to_le_bytes()]);
         self.send(waits, 0, &link, &Note::Hello { rank, proof }, None)?;
-        // The leader says which ranks are missing as soon as it knows; before that it may be any.
+        // The leader says which ranks are missing as soon as it knows; until then any rank may be.
         let mut missing = self.others();
         let (theirs, fd) = loop {
             match self.receive(waits, &missing, &link)? {
@@ -263,7 +263,7 @@ impl Handover<'_> {
             match unix_socket::connect_packets(&name) {
                 Ok(socket) => return Ok(socket),
                 Err(e) if matches!(e.kind(), ErrorKind::ConnectionRefused | ErrorKind::WouldBlock) => {
-                    // Whom the leader waits for, and so this rank, is not known yet.
+                    // Not known yet: the ranks for which the leader, and so this rank, waits.
                     waits.wait(Vec::new(), &self.others(), Some(Instant::now() + RETRY))?;
                 }
                 Err(e) => {
@@ -281,7 +281,7 @@ impl Handover<'_> {
         }
     }
 
-    /// The next note on `link`, for which this rank waits because of `missing`.
+    /// Waits for the next note on `link`; reports and errors name the ranks `missing`.
     fn receive(&self, waits: &mut Waits<'_>, missing: &[usize], link: &Socket) -> Result<(Note, Option<OwnedFd>)> {
         loop {
             match read(link) {
@@ -300,7 +300,7 @@ impl Handover<'_> {
     /// The leader's address, which only ranks with the key can derive.
     fn name(&self) -> String {
         let (group, number) = (self.call.info.group.to_le_bytes(), self.number.to_le_bytes());
-        // A group has a segment on each of its machines, and tests have several machines on one.
+        // A group has a segment on each of its machines, and tests have several machines on one host.
         let leader = (self.call.world_rank(0) as u64).to_le_bytes();
         let key = self.key.key.derive(&[b"shm address", &group, &number, &leader]);
         key.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
@@ -315,7 +315,7 @@ impl Handover<'_> {
     }
 
     fn unexpected(&self, rank: usize, note: &Note) -> Error {
-        let message = format!("{note:?} while memory was to be shared");
+        let message = format!("{note:?} during the handover of shared memory");
         Error::Protocol { peer: self.call.world_rank(rank), message, during: None }
     }
 }
@@ -345,8 +345,8 @@ impl Waits<'_> {
         }
     }
 
-    /// Why the connection to `rank` ended: the control connections know it, or will in a moment. If not, it may have
-    /// given up waiting for ranks that this rank waits for as well, the ranks `missing`.
+    /// The error for a connection to `rank` that ended: the control connections know the cause, or will in a moment. If
+    /// they do not, `rank` may have given up waiting for the ranks `missing`, for which this rank waits as well.
     fn explain(&mut self, rank: usize, missing: &[usize], end: &io::Error) -> Error {
         let Handover { call, membership, .. } = self.handover;
         let peer = call.world_rank(rank);
@@ -359,7 +359,7 @@ impl Waits<'_> {
                 return cause;
             }
         }
-        membership.lost_error(peer, format!("its local connection broke while memory was to be shared: {end}"))
+        membership.lost_error(peer, format!("its local connection broke during the handover of shared memory: {end}"))
     }
 }
 
@@ -380,7 +380,7 @@ fn write(to: &Socket, note: &Note, fd: Option<&OwnedFd>) -> io::Result<()> {
     }
 }
 
-/// Reasons are for people, and what a socket takes at once is limited.
+/// The note with its reason cut to what a socket takes at once: only people read reasons.
 fn shortened(note: &Note) -> std::borrow::Cow<'_, Note> {
     use std::borrow::Cow;
     const MOST: usize = NOTE_BYTES / 4;
@@ -398,8 +398,8 @@ fn read(from: &Socket) -> io::Result<(Note, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    // Linux finds the queue empty first and looks whether the peer has closed then: a note that comes in between,
-    // followed by the close, is overlooked. The second time it is there.
+    // Linux finds the queue empty first, and then looks whether the peer has closed. It overlooks a note that comes in
+    // between, just before the close. A second call finds that note.
     let mut ended = false;
     let got = loop {
         match rustix::net::recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags) {

@@ -4,10 +4,10 @@
 //! own part of all slots and leaves the result beside its slot (*done*), then takes the other results. It puts chunk `c
 //! + 1` before it folds chunk `c`, so that a rank that is a little late keeps no other waiting.
 //!
-//! Slots are used again two chunks later. What a rank put is overwritten by its `put(c + 2)`, which follows its
+//! Slots are used again two chunks later. A rank's slot is overwritten by its `put(c + 2)`, which follows its
 //! `take(c)`, which has waited until all ranks are done with chunk `c`. A result is overwritten by `fold(c + 2)`, which
 //! waits for all ranks' `put(c + 2)`, which follow their `take(c)`. A call writes nothing before all ranks have
-//! announced it, and so have finished the one before.
+//! announced it, and so have finished the call before.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -27,7 +27,6 @@ pub(super) fn ticket(round: u64, chunk: usize) -> u64 {
 }
 
 impl ShmEngine {
-    /// The progress of a rank that has finished chunk `chunk` of this round.
     pub(super) fn ticket(&self, chunk: usize) -> u64 {
         ticket(self.round, chunk)
     }
@@ -64,8 +63,8 @@ impl ShmEngine {
     /// Copies `bytes` to `part` of this rank's slot.
     pub(super) fn put(&self, chunk: usize, part: Range<usize>, bytes: &[u8]) {
         let room = self.board.layout().slot(self.board.rank(), chunk, part);
-        // SAFETY: no rank reads it: all are done with the chunk that was here before, see above, and do not know
-        // yet that this one is ready.
+        // SAFETY: no rank reads this part: all are done with the chunk that was here before (see the top), and do not
+        // know yet that this one is ready.
         unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(bytes);
     }
 
@@ -75,7 +74,7 @@ impl ShmEngine {
     /// Until the slice is gone this rank does not publish that it is done with it.
     pub(super) unsafe fn slot(&self, rank: usize, chunk: usize, part: Range<usize>) -> &[u8] {
         let range = self.board.layout().slot(rank, chunk, part);
-        // SAFETY: as the caller vouches; the rank writes it again only when all are done with it, see above.
+        // SAFETY: as the caller vouches; `rank` writes its slot again only when all are done with it (see the top).
         unsafe { self.board.segment().bytes(range) }
     }
 
@@ -102,8 +101,8 @@ impl ShmEngine {
         self.take_parts(call, chunks, chunks.count() - 1, buf)
     }
 
-    /// Reduces all ranks' `buf` into the root's; the others' stay as they are. A result is overwritten when the root
-    /// has taken it: it puts its next chunk but one after that.
+    /// Reduces all ranks' `buf` into the root's; the other ranks' buffers stay as they are. A result is overwritten
+    /// after the root has taken it: the root puts its next chunk but one after that.
     pub(super) fn reduce_chunks_to(
         &mut self,
         call: &Call,
@@ -151,7 +150,8 @@ impl ShmEngine {
         let me = self.board.rank();
         let part = chunks.part(chunk, self.board.size(), me);
         let room = self.board.layout().result(me, chunk, part.len());
-        // SAFETY: all are ready, so the root has taken what was here before; that this is done is published below.
+        // SAFETY: all are ready, so the root has taken the result that was here before; no rank reads this one before
+        // `done` below.
         let out = unsafe { self.board.segment().bytes_mut(room) };
         let source = |rank| match rank == me {
             true => Source::Bytes(&buf[within(chunks.range(chunk).start, &part)]),
@@ -163,7 +163,7 @@ impl ShmEngine {
         Ok(())
     }
 
-    /// Puts what the other ranks reduce.
+    /// Puts the other ranks' parts into this rank's slot.
     fn put_parts(&self, chunks: Chunks, chunk: usize, buf: &[u8]) {
         let start = chunks.range(chunk).start;
         for &peer in self.board.peers() {
@@ -173,7 +173,7 @@ impl ShmEngine {
         self.ready(chunk);
     }
 
-    /// Reduces this rank's part into `buf` and its slot.
+    /// Reduces this rank's part into `buf` and into its result in the segment.
     fn fold_part(
         &self,
         call: &Call,
@@ -192,14 +192,15 @@ impl ShmEngine {
         };
         let own = &mut buf[within(chunks.range(chunk).start, &part)];
         let room = self.board.layout().result(me, chunk, part.len());
-        // SAFETY: all are ready, so they have taken what was here before; that this is done is published below.
+        // SAFETY: all are ready, so they have taken the result that was here before; no rank reads this one before
+        // `done` below.
         let also = unsafe { self.board.segment().bytes_mut(room) };
         self.reduce_to(dtype, op, source, (own, Some(also)))?;
         self.done(chunk);
         Ok(())
     }
 
-    /// Takes what the other ranks have reduced.
+    /// Copies the other ranks' results of a chunk to `buf`.
     fn take_parts(&self, call: &Call, chunks: Chunks, chunk: usize, buf: &mut [u8]) -> Result<()> {
         self.await_done(call, self.board.peers(), chunk)?;
         let start = chunks.range(chunk).start;
@@ -213,8 +214,8 @@ impl ShmEngine {
     /// The `len` bytes that `rank` has made of chunk `chunk`, which it has published as done.
     fn result(&self, rank: usize, chunk: usize, len: usize) -> &[u8] {
         let range = self.board.layout().result(rank, chunk, len);
-        // SAFETY: written again when this rank has put the next chunk but one, which needs the engine that the slice
-        // borrows, or announced its next call, which needs it mutably.
+        // SAFETY: `rank` writes it again only after this rank has put the next chunk but one, which follows the copy of
+        // the slice, or has announced its next call, which needs the engine mutably.
         unsafe { self.board.segment().bytes(range) }
     }
 }

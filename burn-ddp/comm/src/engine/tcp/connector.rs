@@ -1,7 +1,8 @@
 //! Connecting two ranks of a group.
 //!
-//! The higher rank of a pair dials, the lower one waits for it. A rank that has closed the group welcomes every
-//! connection for it and hangs up. So a lower rank that waits for long dials, too, to find out if that is the case.
+//! The higher rank of a pair dials, the lower one waits for the connection. A rank that has closed the group accepts
+//! every connection for that group and hangs up. So a lower rank that has waited for long dials, too, to find out if
+//! the peer has closed it.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use crate::net::keep_alive;
 use crate::net::peer_addresses::PeerAddresses;
 use crate::{Error, Result};
 
-/// Refusals of a peer after each of which this rank tries again.
+/// Refusals of a peer after which this rank still tries again.
 const RETRIES_REFUSED: usize = 2;
 
 /// Addresses and keys by which a rank and its peers reach each other.
@@ -46,20 +47,21 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// A link to a lower rank, at a group rank, for data of `group`. Waits for no call of that rank: its monitor
-    /// answers.
+    /// Dials the lower rank at group rank `at`, for data of `group`. That rank need not be in a call: its monitor
+    /// thread answers.
     ///
     /// # Errors
-    /// The first of these that is known: the cause that ended the world, the peer left, the deadline of `call`.
+    /// The first that is known: the cause that ended the world, a peer that left or cannot be reached, or the deadline
+    /// of `call`.
     pub(super) fn dial(&self, call: &Call, group: u64, at: usize) -> Result<Link> {
         let flows = (0..self.flows(call, at)).map(|flow| self.dial_flow(call, at, (group, flow)));
         self.link(call, at, flows.collect::<Result<_>>()?)
     }
 
-    /// The link to a higher rank, at a group rank, if that has dialled.
+    /// The link to the higher rank at group rank `at`; `None` until that rank has dialled.
     ///
     /// # Errors
-    /// The connection broke at once.
+    /// The connection is broken already.
     pub(super) fn arrived(&self, call: &Call, group: u64, at: usize) -> Result<Option<Link>> {
         let rank = call.world_rank(at) as u32;
         let flow = |flow| Purpose::Data { rank, group, flow, opened: false };
@@ -77,7 +79,8 @@ impl Connector {
     fn link(&self, call: &Call, at: usize, streams: Vec<SecureStream>) -> Result<Link> {
         let options = self.membership.options();
         let ready = |stream: SecureStream| {
-            // Some systems refuse that on a connection that has ended since. The data in it are still read.
+            // Some systems refuse probes on a connection that has ended since. Data that came before the end are still
+            // read.
             if let Err(error) = keep_alive::probe_when_idle(stream.socket(), options.machine_timeout()) {
                 tracing::debug!(%error, "no probes on a data connection");
             }
@@ -95,10 +98,10 @@ impl Connector {
         let mut watch = Watch::new(&self.membership, call);
         let (mut unreached_since, mut refusals) = (None, 0);
         loop {
-            // A peer that does not say a word for long is left for a moment, to report it,
+            // An attempt ends at `until` if the peer stays silent, to report the stall.
             let until = watch.look(&[at])?;
             self.check(peer)?;
-            // one that does not end what it began to say is not: the report comes in between.
+            // Once the peer answers, the attempt goes on, and `answer_by` reports stalls.
             let answer_by = || watch.look(&[at]).ok();
             let cause = match dial.connect(until, answer_by, Some(&self.membership)) {
                 Ok(stream) => return Ok(stream),
@@ -107,15 +110,15 @@ impl Connector {
             if let Some(why) = cause.shortage(self.reach.addresses.count()) {
                 return Err(self.membership.own_error(why));
             }
-            // The control connections find out whether its machine is gone.
+            // The control connections find out whether the peer's machine is gone.
             if cause.is_silence() {
                 unreached_since = None;
                 continue;
             }
-            // They know, or will soon, how a process ended that listens no more.
+            // If the peer no longer listens, the control connections know soon how it ended.
             let since = *unreached_since.get_or_insert_with(Instant::now);
             links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
-            // A peer that has not noticed the end of an earlier attempt yet refuses the next one, but not for long.
+            // A peer that has not noticed yet that an earlier attempt ended refuses the next one, but not for long.
             refusals += usize::from(cause.is_verdict());
             if refusals > RETRIES_REFUSED || since.elapsed() >= self.membership.options().machine_timeout() {
                 return Err(match cause {
@@ -126,10 +129,10 @@ impl Connector {
         }
     }
 
-    /// Group ranks of `asked`, higher ranks, that are known to have closed `group`: such a rank welcomes a connection
-    /// that it should not expect. Asks all at the same time, and takes at most [`GRACE`].
+    /// The group ranks in `asked`, all higher than this rank, that are known to have closed `group`: only such a rank
+    /// accepts a connection from a lower one. Asks all at the same time, and takes at most [`GRACE`].
     pub(super) fn closed(&self, call: &Call, group: u64, asked: &[usize]) -> Vec<usize> {
-        // Before all ranks have opened it none has closed it.
+        // No rank closes a group before all ranks have opened it.
         if !is_open(call) {
             return Vec::new();
         }
@@ -144,7 +147,7 @@ impl Connector {
         let name = || thread::Builder::new().name(format!("burn-ddp rank {} asks", self.reach.rank));
         thread::scope(|scope| {
             let has_closed = &has_closed;
-            // One without a thread is asked the next time.
+            // A rank for which no thread can be started is asked the next time.
             let ask = |at| name().spawn_scoped(scope, move || has_closed(at)).ok();
             let asking: Vec<_> = asked.iter().copied().filter_map(ask).collect();
             asking.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
@@ -159,14 +162,14 @@ impl Connector {
         Ok(Dial { to, via, key, peer, purpose })
     }
 
-    /// Fails if connecting to `peer` is in vain.
+    /// Fails if the world has ended or `peer` has left it.
     fn check(&self, peer: usize) -> Result<()> {
         self.membership.check()?;
         if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 }
 
-/// True if all ranks have opened the group of `call`: only the call that opens a group ends when all have.
+/// True if all ranks have opened the group of `call`: always but in the call that opens it, which ends when all have.
 fn is_open(call: &Call) -> bool {
     call.info.collective != Collective::NewGroup
 }
@@ -187,7 +190,7 @@ pub(super) mod tests {
 
     pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Ways of `rank` to ranks that listen at these addresses.
+    /// The connector of `rank` in a world whose ranks listen at these addresses.
     pub(crate) fn connector(rank: usize, addresses: &[SocketAddr]) -> Arc<Connector> {
         let count = addresses.len();
         let peers = (0..count).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
@@ -218,7 +221,7 @@ pub(super) mod tests {
         let control = Control::start(listener, 0, 2, connector.reach.key.clone()).unwrap();
         let (links, waker) = (control.links().clone(), Arc::new(Waker::new().unwrap()));
         links.open_group(7, Arc::downgrade(&waker));
-        // An exchange of the peer has taken the connection of an earlier attempt, of which it soon meets the end.
+        // An exchange of the peer has taken the connection of an earlier attempt, and soon finds its end.
         let purpose = Purpose::Data { rank: 1, group: 7, flow: 0, opened: true };
         let [earlier, _dropped] = SecureStream::pair(agreed()).unwrap();
         links.put(purpose, earlier);

@@ -2,7 +2,7 @@
 //!
 //! An encrypted connection carries records: a little-endian `u16` length and that many bytes, sealed under the keys of
 //! the connection and the record's number. A record that was changed, left out, repeated or moved on its way is an
-//! error, and none of its bytes is given out before it was opened.
+//! error; no byte of a record reaches the caller before all of it was authenticated.
 
 use std::io::{self, ErrorKind, IoSlice, Read};
 use std::net::TcpStream;
@@ -13,14 +13,14 @@ use rustix::net::{SendAncillaryBuffer, sendmsg};
 use crate::auth::secure_stream::{RECORD_CAP, SEAL_BYTES, SecureStream, SessionKeys};
 use crate::net::SEND_FLAGS;
 
-/// Bytes of a record's length.
+/// Bytes of the length in front of a record.
 const LENGTH: usize = 2;
-/// Most payload in a record: sealed, sent and opened while it is in the cache. Pieces of a payload are multiples of it,
-/// so most records are opened into the place where their bytes are wanted.
+/// Most payload in a record: sealed, sent and opened while it is in the cache. Pieces of a payload are longer, so most
+/// records are opened into the place where their bytes are wanted.
 const PART_BYTES: usize = 32 * 1024;
-/// Most bytes that stand before the payload in one record.
+/// Most header bytes in one record.
 const HEADER_CAP: usize = RECORD_CAP - SEAL_BYTES - PART_BYTES;
-/// Room for incoming records: enough for small ones, and for several large ones once one has come.
+/// Room for incoming records: at first enough for small ones, and for several large ones once a large one has come.
 const SMALL_ROOM: usize = 4096;
 const LARGE_ROOM: usize = 4 * PART_BYTES;
 
@@ -39,7 +39,7 @@ struct Sealing {
     /// The latest outgoing record, of which the first `sent` bytes are out.
     outgoing: Vec<u8>,
     sent: usize,
-    /// Caller's bytes in that record.
+    /// Bytes of the caller in that record.
     covers: usize,
     /// Bytes that came, in `incoming[begin..end]`: whole records and the beginning of one.
     incoming: Vec<u8>,
@@ -51,16 +51,16 @@ struct Sealing {
 }
 
 impl DataStream {
-    /// Takes over a connection; `encrypt`, the same on both ends, seals what it carries.
+    /// Takes over a connection; `encrypt`, the same on both ends, encrypts what it carries.
     pub(super) fn new(stream: SecureStream, encrypt: bool) -> io::Result<DataStream> {
         let (socket, keys) = stream.into_parts();
         socket.set_nonblocking(true)?;
         Ok(DataStream { socket: socket.into(), sealing: encrypt.then(|| Box::new(Sealing::new(keys))) })
     }
 
-    /// Sends some of `header` and then `payload`; the number of bytes that are out, at least one.
+    /// Sends some of `header` and then `payload`; returns the number of bytes sent, at least one.
     ///
-    /// After `WouldBlock` the next call passes the same bytes: some may be sealed already.
+    /// After `WouldBlock` the next call must pass the same bytes: some may be encrypted already.
     pub(super) fn write(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         match &mut self.sealing {
             None => send(&self.socket, header, payload),
@@ -68,7 +68,7 @@ impl DataStream {
         }
     }
 
-    /// Reads into `out`, which is not empty; the number of bytes, 0 at the end of the connection.
+    /// Reads into `out`, which is not empty; returns the number of bytes, 0 at the end of the connection.
     pub(super) fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         match &mut self.sealing {
             None => read(&self.socket, out),
@@ -149,7 +149,7 @@ impl Sealing {
             let record = self.begin + LENGTH..self.begin + need;
             self.begin += need;
             let Some(holds) = record.len().checked_sub(SEAL_BYTES).filter(|holds| *holds > 0) else {
-                return Err(io::Error::new(ErrorKind::InvalidData, "a record that holds nothing"));
+                return Err(io::Error::new(ErrorKind::InvalidData, "an encrypted record without content"));
             };
             let sealed = &self.incoming[record];
             let number = self.opened;
@@ -162,7 +162,8 @@ impl Sealing {
         }
     }
 
-    /// Reads what the socket has, with room for a record of `need` bytes in all; 0 at the end of the connection.
+    /// Reads what the socket has, with room for a record of `need` bytes in all; returns 0 at the end of the
+    /// connection.
     fn receive(&mut self, socket: &TcpStream, need: usize) -> io::Result<usize> {
         if self.incoming.len() - self.begin < need || self.begin == self.end {
             self.incoming.copy_within(self.begin..self.end, 0);
@@ -197,8 +198,8 @@ fn send(socket: &TcpStream, first: &[u8], second: &[u8]) -> io::Result<usize> {
     }
 }
 
-/// Encrypted bytes: those of a stranger on the path, who has no keys, or records of a peer that has them, and reads of
-/// any size.
+/// Reads of any size from an encrypted connection: of bytes from an attacker on the path, without keys, or of a peer's
+/// records.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     use std::io::Write;

@@ -16,18 +16,18 @@ use crate::{Error, Result};
 /// Time after the end of a data connection within which the control connections may still report why.
 pub(super) const GRACE: Duration = Duration::from_secs(1);
 
-/// Bytes of all peers' pieces together: what arrives is reduced while it is in the second cache level.
+/// Bytes of all peers' pieces together: pieces are reduced while they are in the second cache level.
 const PIECES_BYTES: usize = 512 * 1024;
 
-/// Smaller ones would cost more for calling the kernel than their place in the cache saves.
+/// Smallest piece: smaller ones would cost more in system calls than their place in the cache saves.
 const MIN_PIECE_BYTES: usize = 64 * 1024;
 
-/// Bytes of a piece of each of `peers`: whole elements of any type.
+/// Bytes of one peer's piece if there are `peers` of them: whole elements of any type.
 pub(super) fn piece_bytes(peers: usize) -> usize {
     (PIECES_BYTES / peers.max(2)).max(MIN_PIECE_BYTES) / 64 * 64
 }
 
-/// A peer whose connection ended too early, when, and how. A connection shows its end once.
+/// A peer whose connection ended too early, when, and how. Remembered, since a connection reports its end only once.
 pub(super) type Ended = (usize, Instant, End);
 
 /// One exchange under way.
@@ -39,16 +39,17 @@ pub(super) struct Exchange<'a, 's, 'r> {
     pub(super) sending: &'a mut [(usize, Sending<'s>)],
     /// Frames read, and still to be read.
     pub(super) receiving: &'a mut [Receiving<'r>],
-    /// Frames that must be through before the exchange returns: the first so many of `sending`, and of `receiving`.
+    /// Number of frames, from the front of `sending` and of `receiving`, that must be complete before the exchange
+    /// returns.
     pub(super) needed: (usize, usize),
-    /// In the order of their ends.
+    /// Early ends of connections, in order.
     pub(super) ended: &'a mut Vec<Ended>,
     pub(super) watch: Watch<'a>,
 }
 
 impl Exchange<'_, '_, '_> {
-    /// Writes and reads frames, until those that are needed are through and no more moves by itself. `take`, if given,
-    /// gets a piece of all payloads whenever they fill their rooms.
+    /// Writes and reads frames until the needed ones are complete and nothing more moves without a wait. `take`, if
+    /// given, gets a piece of all payloads whenever every frame has filled its room.
     pub(super) fn run(
         mut self,
         links: &mut GroupLinks,
@@ -74,7 +75,7 @@ impl Exchange<'_, '_, '_> {
             if take.is_none() && self.is_through() {
                 return Ok(());
             }
-            // Once a message has begun its sender is busy, and so may be the kernel on its behalf.
+            // No spin once a frame has begun: its sender is busy, and so may be the kernel on its behalf.
             let is_short =
                 self.sending.iter().all(|(_, send)| send.is_out()) && !self.receiving.iter().any(Receiving::has_begun);
             if !(is_short && self.ended.is_empty() && spin.until(|| self.look_again(links))?) {
@@ -83,7 +84,6 @@ impl Exchange<'_, '_, '_> {
         }
     }
 
-    /// True if the frames that are needed are through.
     fn is_through(&self) -> bool {
         self.sending[..self.needed.0].iter().all(|(_, send)| send.is_out())
             && self.receiving[..self.needed.1].iter().all(Receiving::is_complete)
@@ -102,12 +102,12 @@ impl Exchange<'_, '_, '_> {
         take(Piece { start, rows: &rows, weights: &weights });
     }
 
-    /// Writes and reads what can be now; whether anything could. Frames of peers that are not connected wait.
+    /// Writes and reads what can be moved now; true if anything moved. Frames of peers that are not connected yet stay.
     fn progress(&mut self, links: &mut GroupLinks) -> Result<bool> {
         let Self { call, sending, receiving, ended, .. } = self;
         let arrived = links.take_arrived(call)?;
         let mut moved = !arrived.is_empty();
-        // One that was found to be gone had connected before.
+        // A peer that seemed to be gone had connected before it closed the group.
         ended.retain(|(peer, ..)| !arrived.contains(peer));
         let mut end = |peer: usize, cause: End| ended.push((peer, Instant::now(), cause));
         for nth in 0..sending.len() {
@@ -141,7 +141,7 @@ impl Exchange<'_, '_, '_> {
 
     /// Waits until something can be written or read; ends by an error if nothing more will come.
     fn wait(&mut self, links: &mut GroupLinks) -> Result<()> {
-        // Once a connection has ended only the reason is missing, and it may be known already.
+        // Once a connection has ended, only the reason is missing, and the membership may know it already.
         if !self.ended.is_empty() {
             self.explain()?;
         }
@@ -149,7 +149,7 @@ impl Exchange<'_, '_, '_> {
             && let Some(peer) = links.find_gone(self.call)
         {
             self.ended.push((peer, Instant::now(), End::Closed));
-            // It may have connected, sent all and closed: what has arrived by now is taken.
+            // The peer may have connected, sent its frames and closed: `progress` takes what has arrived by now.
             return Ok(());
         }
         let mut interest = vec![PollFlags::empty(); links.count()];
@@ -201,7 +201,7 @@ impl Exchange<'_, '_, '_> {
         waiting
     }
 
-    /// Fails if the membership knows the reason.
+    /// Fails if the world has ended, or a peer with an ended connection has left it.
     fn explain(&self) -> Result<()> {
         self.membership.check()?;
         let mut ended = self.ended.iter().map(|(peer, ..)| self.call.world_rank(*peer));
@@ -235,8 +235,8 @@ mod tests {
     use crate::auth::handshake::{Purpose, agreed};
     use crate::auth::secure_stream::SecureStream;
 
-    /// Outcome of an exchange in which rank 0 receives from ranks 1 and 2 of three, where rank 1 was found to be gone;
-    /// `meanwhile` connects them, given what each puts on the board of rank 0.
+    /// Outcome of an exchange in which rank 0 receives from ranks 1 and 2 of three, where rank 1 seemed to be gone;
+    /// `meanwhile` gets a function that connects a rank to rank 0.
     fn receive(awaits: bool, meanwhile: impl FnOnce(&dyn Fn(u32) -> SecureStream) + Send) -> Result<()> {
         let connector = connector(0, &[([127, 0, 0, 1], 9).into(); 3]);
         let (membership, board) = (connector.membership.clone(), connector.reach.links.clone());
@@ -271,7 +271,7 @@ mod tests {
             second.socket().send(b"a header's first bytes").unwrap();
             drop(second);
             thread::sleep(GRACE / 4);
-            // It was not gone, only late, and stays.
+            // Rank 1 was not gone, only late, and stays.
             let _connection = connect(1);
             thread::sleep(2 * GRACE);
         });

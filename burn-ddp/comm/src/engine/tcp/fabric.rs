@@ -21,7 +21,7 @@ impl TcpFabric {
         Self { connector: Arc::new(Connector { reach, membership }) }
     }
 
-    /// Exchanges of this rank in a new group. Nothing is connected yet.
+    /// This rank's transport in a new group. No link is connected yet.
     pub(in crate::engine) fn transport(&self, call: &Call) -> Result<TcpTransport> {
         let (rank, membership) = (call.group_rank()?, self.connector.membership.clone());
         let waker = membership.new_waker()?;

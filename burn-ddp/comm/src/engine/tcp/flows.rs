@@ -1,9 +1,10 @@
-//! The sockets of a link: one stream of bytes over several flows, as networks limit the speed of a flow.
+//! The sockets of a link: one stream of bytes over several flows (TCP connections), since networks limit the speed of
+//! each.
 //!
-//! The bytes of each direction are cut into stripes of one length. Each begins with the number of the flow that carries
-//! the next one: a receiver always knows where to go on, and a sender prefers flows that have room, so one that falls
-//! behind gets fewer stripes. Stripes of different flows travel at the same time in the kernel's buffers. A single flow
-//! has no stripes.
+//! The bytes of each direction are cut into stripes of one length. Each stripe begins with the number of the flow that
+//! carries the next stripe, so the receiver always knows where to read on. The sender prefers flows that have room, so
+//! a flow that falls behind gets fewer stripes. Stripes of different flows travel at the same time in the kernel's
+//! buffers. A single flow has no stripes.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::data_stream::DataStream;
 
-/// Bytes of a stripe: a bucket's slice has several, and each is large beside the calls that move it.
+/// Bytes of a stripe: a bucket's slice has several, and the system calls that move a stripe cost little beside it.
 const STRIPE_BYTES: usize = 64 * 1024;
 
 /// The flows of a link, at least one.
@@ -28,20 +29,20 @@ struct Place {
     flow: usize,
     /// Flow of the next stripe; `None` until it is known.
     next: Option<u8>,
-    /// Bytes of the stripe that are left, with the first one, which says `next`.
+    /// Bytes left of the stripe, its first byte included, which is `next`.
     left: usize,
 }
 
 impl Flows {
-    /// A link over `streams`, in the order of both ends.
+    /// The flows over `streams`, which both ends list in the same order.
     pub(super) fn new(streams: Vec<DataStream>) -> Flows {
         let start = || if streams.len() == 1 { Place::without_stripes() } else { Place::at_start_of(0) };
         Flows { written: start(), read: start(), streams }
     }
 
-    /// Sends some of `header` and then `payload`; the number of bytes that are out, possibly none.
+    /// Sends some of `header` and then `payload`; returns the number of bytes sent, possibly 0.
     ///
-    /// After `WouldBlock` the next call passes the same bytes, as with [`DataStream::write`].
+    /// After `WouldBlock` the next call must pass the same bytes, as with [`DataStream::write`].
     pub(super) fn write(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         let Flows { streams, written, .. } = self;
         if written.is_at_start() {
@@ -58,7 +59,7 @@ impl Flows {
         Ok(n)
     }
 
-    /// Reads into `out`, which is not empty; the number of bytes, 0 at the end of the flow whose turn it is.
+    /// Reads into `out`, which is not empty; returns the number of bytes, 0 at the end of the flow whose turn it is.
     pub(super) fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         let Flows { streams, read, .. } = self;
         let count = streams.len();
@@ -70,7 +71,10 @@ impl Flows {
             }
             let [next] = next;
             if usize::from(next) >= count {
-                return Err(io::Error::new(ErrorKind::InvalidData, format!("a stripe on flow {next} of {count}")));
+                return Err(io::Error::new(
+                    ErrorKind::InvalidData,
+                    format!("the peer goes on with flow {next} of {count}"),
+                ));
             }
             read.next = Some(next);
             read.pass(1);
@@ -119,10 +123,10 @@ impl Place {
     }
 }
 
-/// The flow for the stripe behind one on `flow`: the next in turn that has room, or else the next in turn.
+/// The flow for the stripe after one on `flow`: the next in turn that has room, or else the next in turn.
 fn with_room(streams: &[DataStream], flow: usize) -> u8 {
     let mut sockets: Vec<_> = streams.iter().map(|stream| PollFd::new(stream, PollFlags::OUT)).collect();
-    // Without an answer none has room.
+    // If `poll` fails, no flow counts as having room.
     let answered = poll(&mut sockets, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok();
     let has_room = |flow: &usize| answered && sockets[*flow].revents().contains(PollFlags::OUT);
     let in_turn = || (1..=streams.len()).map(|turn| (flow + turn) % streams.len());

@@ -1,8 +1,8 @@
 //! Frames that move while this rank does something else.
 //!
 //! An exchange borrows its payloads until all of them are through. A pipeline has several steps under way: it queues
-//! the frames of a step in memory of their own, and completes them steps later. Until then as much of them moves as the
-//! kernel buffers.
+//! the frames of a step in memory of their own, and completes the frames steps later. Until then as much of them moves
+//! as the kernel buffers.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -15,12 +15,12 @@ use crate::Result;
 use crate::call::Call;
 use crate::membership::Watch;
 
-/// Frames of one call between this rank and others, in the order in which they travel. Steps ascend.
+/// Frames of one call between this rank and others, in the order in which they travel. Their steps ascend.
 #[derive(Default)]
 pub(in crate::engine) struct FramesUnderWay {
     outgoing: VecDeque<Outbound>,
     incoming: VecDeque<Inbound>,
-    /// Remembered between waits: a connection shows its end once.
+    /// Early ends, remembered between waits: a connection reports its end only once.
     ended: Vec<Ended>,
 }
 
@@ -29,9 +29,9 @@ struct Outbound {
     peer: usize,
     header: Vec<u8>,
     payload: Arc<Vec<u8>>,
-    /// Place of the payload.
+    /// The bytes of `payload` that the frame carries.
     range: Range<usize>,
-    /// Bytes of the header and the payload that are out.
+    /// Bytes of the header and the payload that have been written.
     out: usize,
 }
 
@@ -41,7 +41,7 @@ struct Inbound {
     /// The call that the frame must fit.
     call: Call,
     room: Vec<u8>,
-    /// Bytes of the payload that are there; `None` before the header.
+    /// Bytes of the payload that have arrived; `None` before the header has.
     filled: Option<usize>,
 }
 
@@ -72,8 +72,8 @@ impl FramesUnderWay {
 }
 
 impl TcpTransport {
-    /// Moves what can be moved of `frames` without waiting for a frame. It waits for connections that it makes to lower
-    /// ranks, which answer whatever they do.
+    /// Moves what can be moved of `frames` without waiting for a frame. It does wait for connections that it makes to
+    /// lower ranks, which answer without being in a call.
     ///
     /// # Errors
     /// Those of [`complete`](Self::complete).
@@ -81,11 +81,11 @@ impl TcpTransport {
         self.run_frames(call, frames, (0, 0))
     }
 
-    /// Waits until the frames of all steps up to `step` are through, in both directions; moves later ones meanwhile,
-    /// once this rank has connected to the lower ones among their peers.
+    /// Connects to the lower ranks among the peers of all frames, then waits until the frames of all steps up to `step`
+    /// are complete in both directions; later frames move meanwhile.
     ///
     /// Ranks that complete steps in one order never wait for each other in a circle, whatever they do in between: a
-    /// rank that has completed a step has nothing of it left to read or write.
+    /// rank that has completed a step has nothing of that step left to read or write.
     ///
     /// # Errors
     /// Those of [`Transport::exchange`](crate::engine::Transport::exchange).
@@ -95,7 +95,7 @@ impl TcpTransport {
         self.run_frames(call, frames, (outgoing, incoming))
     }
 
-    /// Moves `frames` until the first so many are through.
+    /// Moves `frames` until the first `needed` of both directions are complete.
     fn run_frames(&mut self, call: &Call, frames: &mut FramesUnderWay, needed: (usize, usize)) -> Result<()> {
         let mut sending = Vec::with_capacity(frames.outgoing.len());
         for frame in &frames.outgoing {

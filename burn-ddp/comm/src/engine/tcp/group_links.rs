@@ -1,10 +1,9 @@
 //! The links of a group on one rank: each is connected when an exchange first needs it, and all close with the group.
 //!
-//! The higher rank of a pair dials, for which the lower one need not be in a call: its monitor answers. An exchange
-//! dials its lower peers one after the other before it moves frames. That takes a few round trips, and longer only
-//! where a peer's process is stopped or cannot be reached, whose frames the exchange would wait for, too. An exchange
-//! that waits for the connection of a higher rank, which comes when that rank enters the exchange, goes on with all
-//! other peers meanwhile.
+//! The higher rank of a pair dials. The lower one need not be in a call: its monitor thread answers. An exchange dials
+//! its lower peers one after the other before it moves frames. That takes a few round trips; it takes longer only if a
+//! peer's process is stopped or cannot be reached, and then the exchange would lack that peer's frame, too. A higher
+//! rank dials when it enters the exchange; until its connection arrives, the exchange goes on with all other peers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +15,7 @@ use crate::call::Call;
 use crate::net::wait::Waker;
 use crate::{Error, Result};
 
-/// Most ranks that are asked at a time.
+/// Most ranks that are asked at a time if they have closed the group.
 const QUESTIONS_CAP: usize = 32;
 
 /// Links of one rank of a group.
@@ -30,9 +29,9 @@ pub(super) struct GroupLinks {
 }
 
 struct Awaited {
-    /// Its group rank.
+    /// Group rank of the awaited peer.
     at: usize,
-    /// Time to ask it if it has closed the group. The next time is `pause` later, and each pause twice the last.
+    /// Time to ask the peer if it has closed the group. The next time is `pause` later, and each pause twice the last.
     ask_at: Instant,
     pause: Duration,
 }
@@ -44,7 +43,6 @@ impl GroupLinks {
         GroupLinks { connector, group, links: (0..count).map(|_| None).collect(), awaited: Vec::new() }
     }
 
-    /// Number of ranks of the group.
     pub(super) fn count(&self) -> usize {
         self.links.len()
     }
@@ -54,7 +52,7 @@ impl GroupLinks {
         self.links.get_mut(at).and_then(Option::as_mut)
     }
 
-    /// The same, for a peer of an exchange.
+    /// Like [`get`](Self::get), for a peer of an exchange.
     ///
     /// # Errors
     /// [`Error::Internal`] if it is neither connected nor awaited: no connection would ever come.
@@ -62,7 +60,7 @@ impl GroupLinks {
         let is_awaited = || self.awaited.iter().any(|peer| peer.at == at);
         match self.links.get_mut(at).and_then(Option::as_mut) {
             None if !is_awaited() => {
-                let message = format!("a frame for rank {at} of a group, to which this rank does not connect");
+                let message = format!("no connection with rank {at} of a group exists or is awaited");
                 Err(Error::Internal { message })
             }
             link => Ok(link),
@@ -74,8 +72,8 @@ impl GroupLinks {
         &mut self.links
     }
 
-    /// Connects to those of `peers`, which are group ranks, that are lower and not connected, and expects the
-    /// connections of higher ones. Both ends of a link do so in the exchange in which they need it.
+    /// Connects to the lower ranks among `peers`, and awaits the connections of the higher ones; `peers` are group
+    /// ranks. Both ends of a link do so in the exchange that needs it first.
     ///
     /// # Errors
     /// Those of [`Connector::dial`].
@@ -97,7 +95,7 @@ impl GroupLinks {
     /// Takes the connections that have arrived, and returns the group ranks that made them.
     ///
     /// # Errors
-    /// The connection broke at once.
+    /// A connection that has arrived is broken already.
     pub(super) fn take_arrived(&mut self, call: &Call) -> Result<Vec<usize>> {
         let mut arrived = Vec::new();
         for Awaited { at, .. } in &self.awaited {
@@ -110,8 +108,8 @@ impl GroupLinks {
         Ok(arrived)
     }
 
-    /// A higher rank that has not connected and never will: it has left the world, or closed the group, which it is
-    /// asked after a while. Takes at most [`GRACE`], however many ranks are asked.
+    /// A higher rank that has not connected and never will, since it has left the world or closed the group. Late ranks
+    /// are asked if they have closed it. Takes at most [`GRACE`], however many ranks are asked.
     pub(super) fn find_gone(&mut self, call: &Call) -> Option<usize> {
         let Self { connector, group, awaited, .. } = self;
         let membership = &connector.membership;
@@ -134,7 +132,8 @@ impl GroupLinks {
         closed.first().copied()
     }
 
-    /// Closes the links, and those that are still to come: peers read what was sent before, and then the end.
+    /// Closes the links, also those that arrive later. Peers read what was sent before, and then the end of the
+    /// connection.
     pub(super) fn close(&mut self) {
         self.awaited.clear();
         self.links.fill_with(|| None);
@@ -162,7 +161,7 @@ mod tests {
 
     #[test]
     fn stopped_ranks_are_asked_at_the_same_time() {
-        // The kernel of a stopped rank connects, and nothing more comes.
+        // The kernel of a stopped rank accepts the connection, and the rank never answers.
         let listeners: Vec<_> = (0..9).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
         let (call, waker) = (barrier(0, 9), Arc::new(Waker::new().unwrap()));

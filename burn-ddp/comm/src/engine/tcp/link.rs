@@ -12,21 +12,22 @@ use crate::{Error, Result};
 /// Bytes read at a time while a header is expected: the header, and with it most small payloads.
 const READ_AHEAD_BYTES: usize = 4096;
 
-/// Bytes written or read before the next connection has its turn: still in the cache when the other side reads them.
+/// Bytes written or read before the next link has its turn: still in the cache when the other side reads them.
 const CHUNK_BYTES: usize = 256 * 1024;
 
 /// The connection to a peer, of one or several flows.
 pub(super) struct Link {
     flows: Flows,
-    /// Bytes that came with a header, from `consumed` on; more than one frame's if the peer is an exchange ahead.
+    /// Bytes read together with a header, valid from `consumed` on: of several frames if the peer is an exchange ahead.
     ahead: Vec<u8>,
     consumed: usize,
-    /// True if the last read found nothing, or the last write no room: neither is tried again before [`Link::unblock`].
+    /// True if the last read found no bytes, or the last write no room: neither is tried again before
+    /// [`Link::unblock`].
     read_blocked: bool,
     write_blocked: bool,
-    /// True once a read has met the end.
+    /// True once a read has found the end of the connection.
     read_ended: bool,
-    /// True once a write has met a peer that no longer reads.
+    /// True once a write has failed, since the peer no longer reads.
     write_ended: bool,
 }
 
@@ -34,7 +35,7 @@ pub(super) struct Link {
 pub(super) struct Sending<'a> {
     header: &'a [u8],
     payload: &'a [u8],
-    /// Frame of the same exchange that it follows on the connection, by its number.
+    /// Number in the exchange of the frame that this one follows on the connection.
     before: Option<usize>,
 }
 
@@ -43,18 +44,17 @@ impl<'a> Sending<'a> {
         Self { header, payload, before: None }
     }
 
-    /// Makes it follow the frame `before` of the same exchange, to the same peer.
+    /// Makes this frame follow frame `before` of the same exchange, which goes to the same peer.
     #[cfg(target_os = "linux")]
     pub(super) fn after(self, before: Option<usize>) -> Self {
         Self { before, ..self }
     }
 
-    /// The frame that it follows.
     pub(super) fn before(&self) -> Option<usize> {
         self.before
     }
 
-    /// Bytes that are not out.
+    /// Bytes that are still to be written.
     #[cfg(target_os = "linux")]
     pub(super) fn len(&self) -> usize {
         self.header.len() + self.payload.len()
@@ -68,7 +68,7 @@ impl<'a> Sending<'a> {
 /// A frame on its way in.
 pub(super) struct Receiving<'a> {
     peer: usize,
-    /// The call that it must fit.
+    /// The call that the header must fit.
     call: &'a Call,
     /// Room for the payload: all of it, or the part from `begin` on.
     room: &'a mut [u8],
@@ -77,36 +77,34 @@ pub(super) struct Receiving<'a> {
     len: usize,
     /// The weight in the header.
     weight: f64,
-    /// Bytes of the payload that are there; `None` before the header.
+    /// Bytes of the payload that have arrived; `None` before the header has.
     filled: Option<usize>,
-    /// Frame of the same exchange that it follows on the connection, by its number.
+    /// Number in the exchange of the frame that this one follows on the connection.
     before: Option<usize>,
 }
 
 impl<'a> Receiving<'a> {
-    /// `len` bytes from `peer`, as many of them at a time as there is `room`.
+    /// A frame with `len` bytes from `peer`, of which `room` holds one piece at a time.
     pub(super) fn new(peer: usize, call: &'a Call, len: usize, room: &'a mut [u8]) -> Self {
         Self { peer, call, room, begin: 0, len, weight: f64::NAN, filled: None, before: None }
     }
 
-    /// A frame from `peer` that fills `room`, of which so many bytes are there.
+    /// A frame from `peer` that fills `room`, received as far as `filled` says.
     #[cfg(target_os = "linux")]
     pub(super) fn resumed(peer: usize, call: &'a Call, room: &'a mut [u8], filled: Option<usize>) -> Self {
         Self { filled, ..Self::new(peer, call, room.len(), room) }
     }
 
-    /// Makes it follow the frame `before` of the same exchange, from the same peer.
+    /// Makes this frame follow frame `before` of the same exchange, which comes from the same peer.
     #[cfg(target_os = "linux")]
     pub(super) fn after(self, before: Option<usize>) -> Self {
         Self { before, ..self }
     }
 
-    /// The frame that it follows.
     pub(super) fn before(&self) -> Option<usize> {
         self.before
     }
 
-    /// Bytes of the payload that are there; `None` before the header.
     #[cfg(target_os = "linux")]
     pub(super) fn filled(&self) -> Option<usize> {
         self.filled
@@ -149,7 +147,7 @@ impl<'a> Receiving<'a> {
         self.begin = self.filled.unwrap_or(0);
     }
 
-    /// Room for what comes next; a chunk at most, so that other connections and the other direction get their turn.
+    /// Room for the next bytes; a chunk at most, so that other connections and the other direction get their turn.
     fn rest(&mut self, filled: usize) -> &mut [u8] {
         let end = self.room.len().min(self.len - self.begin).min(filled - self.begin + CHUNK_BYTES);
         &mut self.room[filled - self.begin..end]
@@ -175,7 +173,7 @@ impl From<io::Error> for End {
 
 /// The reason for which a frame cannot be read.
 pub(super) enum ReadError {
-    /// The connection ended before it.
+    /// The connection ended before the frame did.
     Ended(End),
     /// The header is wrong.
     Wrong(Box<Error>),
@@ -219,13 +217,14 @@ impl Link {
             .map(|(socket, interest)| PollFd::from_borrowed_fd(socket, interest))
     }
 
-    /// Tries reads and writes again: bytes may have come, or room been made.
+    /// Allows reads and writes again: bytes may have come, or room been made.
     pub(super) fn unblock(&mut self) {
         self.read_blocked = false;
         self.write_blocked = false;
     }
 
-    /// Writes what the socket takes, a chunk at most; whether it took anything. The error is how the connection ended.
+    /// Writes what the socket takes, a chunk at most; true if it took anything. The error says how the connection
+    /// ended.
     pub(super) fn write(&mut self, frame: &mut Sending<'_>) -> Result<bool, End> {
         if self.write_ended || self.write_blocked || frame.is_out() {
             return Ok(false);
@@ -249,7 +248,7 @@ impl Link {
         }
     }
 
-    /// Reads what is there, a chunk of the payload at most; whether anything was.
+    /// Reads what has arrived, a chunk of the payload at most; true if there was anything.
     pub(super) fn read(&mut self, frame: &mut Receiving<'_>) -> Result<bool, ReadError> {
         let mut moved = false;
         loop {
@@ -270,8 +269,8 @@ impl Link {
         }
     }
 
-    /// Takes the header out of what was read ahead, checks it, and takes what is there of the payload; how much that
-    /// is. `None` if the header is incomplete.
+    /// Takes the header from the bytes read ahead, checks it, and copies the payload bytes behind it. Returns the
+    /// number of those bytes; `None` if the header is incomplete.
     fn header(&mut self, frame: &mut Receiving<'_>) -> Result<Option<usize>, ReadError> {
         let (peer, call) = (frame.peer, frame.call);
         let Some((prefix, rest)) = self.ahead[self.consumed..].split_first_chunk::<PREFIX_BYTES>() else {
@@ -285,7 +284,7 @@ impl Link {
         let Some((site, rest)) = rest.split_at_checked(prefix.site_bytes()) else { return Ok(None) };
         let len = frame.len;
         if call.check_header(peer, prefix.header(), len).is_err() {
-            // Only now does it matter where the peer called.
+            // Only the error needs the peer's call site.
             call.check_header(peer, &prefix.clone().finish(site), len)?;
         }
         frame.weight = prefix.header().weight;
@@ -296,13 +295,13 @@ impl Link {
         Ok(Some(here))
     }
 
-    /// Reads towards a header; `false` if nothing is there.
+    /// Reads bytes towards a header; `false` if none are there.
     fn read_ahead(&mut self) -> Result<bool, ReadError> {
         self.ahead.drain(..self.consumed);
         self.consumed = 0;
         let mut ahead = std::mem::take(&mut self.ahead);
         let have = ahead.len();
-        // A header is shorter than the room there is, so there always is some left while one is incomplete.
+        // A header is shorter than `READ_AHEAD_BYTES`, so there is always room left while it is incomplete.
         ahead.resize(READ_AHEAD_BYTES, 0);
         let read = self.receive(|flows| flows.read(&mut ahead[have..]));
         ahead.truncate(have + read.as_ref().ok().copied().flatten().unwrap_or(0));
@@ -310,7 +309,7 @@ impl Link {
         Ok(read?.is_some())
     }
 
-    /// One read; `None` if nothing is there.
+    /// One read; `None` if no bytes are there.
     fn receive(&mut self, read: impl FnOnce(&mut Flows) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
         if self.read_ended || self.read_blocked {
             return Ok(None);

@@ -1,12 +1,12 @@
 //! The tcp engine: between processes, on one machine or several.
 //!
 //! Each group has links of its own, one per pair of ranks that exchange anything, so no group waits behind another's
-//! bytes. A link is connected when it is first used; one between machines may have several flows. An exchange makes
-//! progress with all peers at once, both ways, on the calling thread: it writes and reads what it can, then `poll`
-//! waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the caller's
-//! memory. Elements to be reduced are read in pieces that stay in the cache until they are reduced. Pipelines queue
-//! frames in memory of their own. With [`WorldOptions::encrypt_data`](crate::WorldOptions::encrypt_data) all of it
-//! travels in sealed records.
+//! bytes. A link is connected when it is first used; a link between machines may consist of several sockets (flows). An
+//! exchange makes progress with all peers at once, both ways, on the calling thread: it writes and reads what it can,
+//! then `poll` waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the
+//! caller's memory. Elements to be reduced are read in pieces that stay in the cache until they are reduced. Pipelines
+//! over several machines queue frames in memory of their own. With
+//! [`WorldOptions::encrypt_data`](crate::WorldOptions::encrypt_data) all bytes travel in encrypted records.
 
 mod connector;
 mod data_stream;

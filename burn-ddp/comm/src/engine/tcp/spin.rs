@@ -7,13 +7,13 @@ use crate::Result;
 use crate::cores_per_rank::core_per_rank;
 use crate::membership::Membership;
 
-/// About the cost of falling asleep and being woken: spinning longer would never pay.
+/// Longest spin, about the cost of falling asleep and being woken: spinning longer would never pay.
 const MOST: Duration = Duration::from_micros(60);
-/// Enough to notice that messages arrive at once again.
+/// Shortest spin: enough to notice that messages arrive quickly again.
 const LEAST: Duration = Duration::from_micros(5);
 
-/// Time that waits spin before they block: longer while spinning succeeds, shorter while it does not, and none where
-/// ranks outnumber cores.
+/// Time for which waits spin before they block: longer while spinning succeeds, shorter while it does not, and none
+/// where ranks outnumber cores.
 pub(super) struct Spin {
     limit: Duration,
     allowed: bool,
@@ -24,7 +24,7 @@ impl Spin {
         Spin { limit: MOST, allowed: core_per_rank(membership.rank(), membership.peers()) }
     }
 
-    /// Calls `look` until it finds something; false if it has not in time.
+    /// Calls `look` until it returns true; false if it did not in time, or ranks do not spin.
     pub(super) fn until(&mut self, mut look: impl FnMut() -> Result<bool>) -> Result<bool> {
         if !self.allowed {
             return Ok(false);

@@ -27,7 +27,6 @@ pub(in crate::engine) struct TcpTransport {
 }
 
 impl TcpTransport {
-    /// `waker` is woken by the membership, and when a connection arrives.
     pub(super) fn new(rank: usize, links: GroupLinks, membership: Arc<Membership>, waker: Arc<Waker>) -> Self {
         let spin = Spin::new(&membership);
         Self { rank, links, membership, waker, headers: Vec::new(), spin }
@@ -35,7 +34,7 @@ impl TcpTransport {
 }
 
 impl TcpTransport {
-    /// Means of an exchange with `peers`.
+    /// Connects to `peers`; returns what an exchange with them needs.
     #[cfg(target_os = "linux")]
     pub(super) fn connected(
         &mut self,
@@ -99,7 +98,7 @@ impl Transport for TcpTransport {
 }
 
 impl TcpTransport {
-    /// Runs an exchange; `take` gets the payloads piece by piece, if given.
+    /// Runs an exchange; `take`, if given, gets the payloads piece by piece.
     fn run(
         &mut self,
         call: &Call,

@@ -50,7 +50,7 @@ impl Fabric for ThreadsFabric {
 }
 
 impl Job {
-    /// The hub of `group`, made by the first rank to open it and forgotten with the last.
+    /// The hub of `group`: created when the first rank opens the group, and no longer kept here once the last has.
     fn hub(&self, group: u64, group_size: usize) -> Arc<Hub> {
         let mut opening = lock(&self.opening);
         let (hub, opened) = opening.entry(group).or_insert_with(|| (Arc::new(Hub::new(group_size)), 0));

@@ -26,7 +26,7 @@ pub(super) struct Inbox {
 pub(super) struct Arrivals {
     /// By sender's group rank, oldest first. Never long: every collective waits for all ranks.
     pub(super) frames: Vec<VecDeque<Frame>>,
-    /// By group rank: the time since which the rank sends no more.
+    /// By group rank: the time at which the rank closed the group.
     pub(super) closed: Vec<Option<Instant>>,
 }
 
@@ -63,7 +63,7 @@ impl Hub {
 }
 
 impl Wake for Inbox {
-    /// Takes the lock, so that no waiter is between its look at the membership and its wait.
+    /// Takes the lock, so that no wake falls between a waiter's look at the membership and its wait.
     fn wake(&self) {
         drop(lock(&self.arrivals));
         self.changed.notify_all();

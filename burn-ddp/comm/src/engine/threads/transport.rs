@@ -11,7 +11,7 @@ use crate::engine::{Incoming, Outgoing, Transport};
 use crate::membership::{Membership, Watch};
 use crate::poison_free_locks::{lock, wait_timeout};
 
-/// Time after a rank has closed a group within which its world may still report why.
+/// Time after a rank has closed a group within which the membership may still learn why.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// One rank's side of a group.
@@ -68,7 +68,7 @@ impl ThreadsTransport {
         }
     }
 
-    /// Waits for frames of `missing`; yields them with their index there, highest index first.
+    /// Waits for frames of `missing`; yields each with its index in `missing`, highest index first.
     fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>], watch: &mut Watch<'_>) -> Result<Vec<(usize, Frame)>> {
         let inbox = &self.hub.inboxes[self.rank()];
         let peers = || missing.iter().map(|incoming| incoming.peer);
@@ -97,7 +97,7 @@ impl ThreadsTransport {
                     let until = grace_end.map_or(at, |end| end.min(at));
                     drop(wait_timeout(&inbox.changed, arrivals, until.saturating_duration_since(now)));
                 }
-                // Without the lock: it may end the world, which wakes all inboxes.
+                // Without the lock: `look` may end the world, which locks and wakes all inboxes.
                 _ => {
                     drop(arrivals);
                     next_look = Some(watch.look(&peers().collect::<Vec<_>>())?);

@@ -10,7 +10,7 @@ use crate::topology::Machines;
 
 /// Exchanges of a rank with the ranks of other machines. Ranks are group ranks.
 pub(super) struct Wire {
-    /// Calls over the connections alone.
+    /// Engine for calls that only use the tcp connections.
     pub(super) flat: HostEngine<TcpTransport>,
     pub(super) machines: Machines,
     pub(super) me: usize,
@@ -18,7 +18,7 @@ pub(super) struct Wire {
     pub(super) here: usize,
     /// Memory of chunks that are reduced. Kept between calls, since fresh memory costs page faults.
     pub(super) spare: SpareMemory,
-    /// The last shares of the machines.
+    /// The machines' shares in the last all-reduce.
     pub(super) shares: Option<Shares>,
     /// Weights of all ranks in the last large reduction that had weights, the same on all ranks.
     pub(super) weights: Vec<f64>,
@@ -40,12 +40,12 @@ impl Wire {
         self.machines.local_rank_of(self.me)
     }
 
-    /// The rank of each machine that speaks for it: the first.
+    /// The leader of each machine: its first rank.
     pub(super) fn leaders(&self) -> Vec<usize> {
         (0..self.machines.count()).map(|machine| self.machines.ranks_of(machine)[0]).collect()
     }
 
-    /// The rank of `machine` from which `rank` of another machine gets what all of `machine` know.
+    /// The rank of `machine` from which `rank` of another machine gets data that all ranks of `machine` have.
     pub(super) fn counterpart(&self, machine: usize, rank: usize) -> usize {
         let ranks = self.machines.ranks_of(machine);
         ranks[self.machines.local_rank_of(rank) % ranks.len()]
@@ -60,8 +60,8 @@ impl Wire {
         self.flat.transport().exchange(call, sends, receives)
     }
 
-    /// Sends `payload` from each of `ranks`, one per machine, to each other. `places` are those of all other machines'
-    /// payloads, by machine; this machine's is not used.
+    /// Sends `payload` from each of `ranks`, one per machine, to the others, into their `places`: memory for all
+    /// machines' payloads, by machine; this machine's is not used.
     pub(super) fn swap(&mut self, call: &Call, ranks: &[usize], payload: &[u8], places: Vec<&mut [u8]>) -> Result<()> {
         let here = self.here;
         let others = || ranks.iter().enumerate().filter(move |(machine, _)| *machine != here).map(|(_, rank)| *rank);
@@ -71,7 +71,7 @@ impl Wire {
         self.exchange(call, &sends, &mut receives)
     }
 
-    /// Swaps a byte on which the ranks of each machine agree; those of all machines, by machine.
+    /// Exchanges one byte per machine, on which the ranks of each machine agree; returns the bytes, by machine.
     pub(super) fn of_machines(&mut self, call: &Call, own: u8) -> Result<Vec<u8>> {
         let payload = [own];
         let counts_on_me = |rank: &usize| {
@@ -88,14 +88,14 @@ impl Wire {
         Ok(bytes)
     }
 
-    /// [`swap`](Self::swap) of nothing but the call.
+    /// [`swap`](Self::swap) without payloads, to compare the call.
     pub(super) fn meet(&mut self, call: &Call, ranks: &[usize]) -> Result<()> {
         let places = ranks.iter().map(|_| &mut [][..]).collect();
         self.swap(call, ranks, &[], places)
     }
 }
 
-/// Numbers out of bytes, which need not be aligned.
+/// The numbers in `bytes`, which need not be aligned.
 pub(super) fn floats(bytes: &[u8]) -> Vec<f64> {
     bytes.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }

@@ -17,7 +17,7 @@ use crate::{DType, ReduceOp, Result};
 /// Bytes of a chunk, in the buffer of a rank.
 const CHUNK_BYTES: usize = 512 << 10;
 
-/// Number of the first exchange of a reduction between machines, and how many numbers there are.
+/// Stage of the first frames of a reduction between machines, and the number of stages, which frames use in turn.
 const FIRST_STAGE: usize = 2;
 const STAGES: usize = 128;
 
@@ -25,7 +25,7 @@ const STAGES: usize = 128;
 pub(super) struct Reducing {
     terms: Terms,
     subtrees: Vec<Subtree>,
-    /// Bytes per element of all partial results of a machine.
+    /// By machine, the bytes per element of all its partial results.
     partial_bytes: Vec<usize>,
     /// Bytes of an element.
     size: usize,
@@ -38,7 +38,7 @@ pub(super) struct SpareMemory {
 }
 
 impl SpareMemory {
-    /// `len` bytes of any content.
+    /// `len` bytes of unspecified content.
     fn take(&mut self, len: usize) -> Vec<u8> {
         let fitting = self.blocks.iter().position(|block| block.len() == len);
         let mut block = match fitting {
@@ -57,18 +57,18 @@ impl SpareMemory {
 /// Number of the step in which the machines exchange weights.
 const WEIGHTS: usize = 0;
 
-/// Number of the step of the frames with the partial results of chunk `nth`, and of those with its results. They travel
-/// in this order: a chunk's results behind the next chunk's partial results.
+/// The steps in which the partial results of chunk `nth` travel, and its results. Frames travel in the order of their
+/// steps: a chunk's results after the next chunk's partial results.
 fn steps(nth: usize) -> (usize, usize) {
     (2 * nth + 1, 2 * nth + 4)
 }
 
 impl Wire {
-    /// All-reduces `len` bytes. `op` is `None` for the weighted mean: then `weights` are those of all ranks afterwards,
-    /// and nothing is reduced if they cannot be used.
+    /// All-reduces `len` bytes. `op` is `None` for the weighted mean: then `weights` holds the weights of all ranks
+    /// afterwards, and nothing is reduced if no mean can use them.
     ///
     /// Machines exchange their weights along with the first partial results, which assume the weights of the last
-    /// weighted reduction. If they are wrong, all ranks find that at the same place and begin again.
+    /// weighted reduction. If a weight has changed, all ranks find that at the same place and begin again.
     pub(super) fn all_reduce(
         &mut self,
         call: &Call,
@@ -136,7 +136,7 @@ impl Wire {
         plans
     }
 
-    /// Queues the weights of this machine's ranks, to and from a rank of each other machine.
+    /// Queues the frames with weights: those of this machine's ranks go out, and those of each other machine come in.
     fn queue_weights(&self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) {
         let call = call_of_step(call, WEIGHTS);
         let payload = Arc::new(bytemuck::cast_slice(of_machine).to_vec());
@@ -152,7 +152,7 @@ impl Wire {
         }
     }
 
-    /// The weights of all ranks, once those that were [queued](Self::queue_weights) are here.
+    /// Waits for the weights that were [queued](Self::queue_weights); returns those of all ranks.
     fn all_weights(&mut self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) -> Result<Vec<f64>> {
         self.flat.transport().complete(call, frames, WEIGHTS)?;
         let mut weights = vec![0.0; self.machines.rank_count()];
@@ -166,8 +166,8 @@ impl Wire {
         Ok(weights)
     }
 
-    /// Makes this machine's partial results of `range`, in bytes of the buffer, where the ranks of this machine have
-    /// `sources`.
+    /// Makes this machine's partial results of `range`, in bytes of the buffer; `sources` are the bytes of this
+    /// machine's ranks there.
     fn fold(
         &self,
         reducing: &Reducing,
@@ -203,7 +203,8 @@ impl Wire {
         Ok(())
     }
 
-    /// Puts the partial results of all machines together: this machine's in `own`, the others' as `plan` receives them.
+    /// Puts the partial results of all machines together: this machine's are in `own`, the others' in `received`, in
+    /// the order of `plan.receives`.
     fn put_together(
         &self,
         reducing: &Reducing,
@@ -256,11 +257,11 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// Reduces chunk by chunk, as in `plans`. At each step a chunk's partial results leave, those of the chunk before
-    /// arrive and are put together, and the results of the one before that arrive.
+    /// Reduces chunk by chunk, as in `plans`. At each step the partial results of a chunk leave, those of the chunk
+    /// before arrive and are put together, and the results of the chunk before that arrive and are handed out.
     ///
-    /// If there are weights to `confirm`, they are those of all ranks afterwards. Returns false, with nothing spread
-    /// and nothing under way, if the reduction is not for them.
+    /// `confirm`, if given, holds the weights of all ranks afterwards. Returns false, with nothing handed out and no
+    /// frame under way, if the reduction assumed other weights, or no mean can use these.
     fn reduce(mut self, plans: &[Plan], mut confirm: Option<&mut Vec<f64>>) -> Result<bool> {
         let (mut partials, mut results) = (VecDeque::new(), VecDeque::new());
         for step in 0..plans.len() + 2 {
@@ -272,7 +273,7 @@ impl Chunks<'_> {
                 && let Some(weights) = confirm.take()
             {
                 *weights = self.wire.all_weights(self.call, self.parts.weights(), &mut self.frames)?;
-                // Terms leave out what is not above 0: a weight that is refused may look like one of 0.
+                // Terms leave out ranks whose weight is not above 0, so a weight that must be refused may look like 0.
                 if checked_weights(self.call, weights).is_err() || !self.reducing.terms.are_of_weights(weights)? {
                     let (last, _) = steps(partials.len() - 1);
                     let received = self.complete(last)?;
@@ -294,13 +295,13 @@ impl Chunks<'_> {
         Ok(true)
     }
 
-    /// Frames that arrived up to `step`, once all are there.
+    /// Waits for all frames up to `step`; returns the payloads that arrived.
     fn complete(&mut self, step: usize) -> Result<Vec<Vec<u8>>> {
         self.wire.flat.transport().complete(self.call, &mut self.frames, step)?;
         Ok(self.frames.received(step))
     }
 
-    /// Makes this machine's partial results of a chunk at this rank's work, and sends them to the ranks that put them
+    /// Makes this machine's partial results of a chunk for this rank's work, and sends them to the ranks that put them
     /// together.
     fn send_partials(&mut self, nth: usize, plan: &Plan) -> Result<Arc<Vec<u8>>> {
         let Chunks { wire, call, reducing, parts, frames } = self;
@@ -328,7 +329,7 @@ impl Chunks<'_> {
         Ok(partials)
     }
 
-    /// Puts the elements of a chunk that are this rank's together, and sends the results to the ranks that want them.
+    /// Puts this rank's own elements of a chunk together, and sends the results to the ranks that want them.
     fn put_together(&mut self, nth: usize, plan: &Plan, partials: Arc<Vec<u8>>) -> Result<Arc<Vec<u8>>> {
         let (of_partials, step) = steps(nth);
         let received = self.complete(of_partials)?;

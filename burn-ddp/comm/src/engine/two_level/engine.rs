@@ -12,14 +12,14 @@ use crate::membership::Membership;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
 
-/// Most bytes, of all ranks together, of which the first rank of each machine sends all to those of the others: fewer
-/// exchanges, more bytes, the same bits.
+/// Most bytes, of all ranks together, for which the first rank of each machine sends all its machine's buffers to those
+/// of the others: fewer exchanges, more bytes, the same bits.
 const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
 
 /// Bytes of a broadcast that a machine passes on while it receives the next.
 const CHAIN_BYTES: usize = 1 << 20;
 
-/// Numbers of a call's exchanges inside a machine.
+/// Stages of a call's exchanges inside a machine.
 const FIRST: u8 = 0;
 const SECOND: u8 = 1;
 const REDUCTION: u8 = 2;
@@ -62,7 +62,7 @@ impl TwoLevelEngine {
     }
 
     /// Compares the calls of all ranks: first inside the machines, then between their leaders. The other ranks hear of
-    /// other machines with the next exchange inside theirs.
+    /// other machines with the next exchange inside their machine.
     fn meet(&mut self, call: &Call) -> Result<()> {
         self.local.barrier(&self.inside(call, FIRST))?;
         if self.leads() {
@@ -87,7 +87,7 @@ impl TwoLevelEngine {
     fn reduce_small(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
         let (len, size) = (buf.len(), self.size());
         let weight_bytes = if op.is_none() { size_of::<f64>() } else { 0 };
-        // What each rank gets: the weights by rank, if they matter, and the result.
+        // The bytes that each rank gets: the weights by rank, if they matter, and the result.
         let mut outcome = vec![0; size * weight_bytes + len];
         let inside = self.inside(call, FIRST);
         if self.leads() {
@@ -148,13 +148,13 @@ impl TwoLevelEngine {
         }
         match op {
             Some(op) => reduce(dtype, Reduction::Op(op), &sources, result),
-            // All ranks of all machines refuse these, once they have them.
+            // All ranks of all machines refuse these weights when they get them.
             None if checked_weights(call, &weights).is_err() => Ok(()),
             None => reduce(dtype, Reduction::Weighted(&weights), &sources, result),
         }
     }
 
-    /// `rows`, of `len` bytes per rank, by machine.
+    /// Splits `rows`, of `len` bytes per rank, by machine.
     fn places<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
         let mut rest = rows;
         let machines = 0..self.wire.machines.count();
@@ -167,7 +167,7 @@ impl TwoLevelEngine {
         machines.map(place).collect()
     }
 
-    /// `rows`, of `len` bytes for each rank of this machine.
+    /// Splits `rows`, of `len` bytes for each rank of this machine, by rank.
     fn split<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
         let mut rest = rows;
         let row = |_| {
@@ -178,8 +178,8 @@ impl TwoLevelEngine {
         self.wire.neighbours().iter().map(row).collect()
     }
 
-    /// Passes the root's `buf` from machine to machine, each of which is at work for one of `heads`: while one chunk
-    /// comes, the one before goes on.
+    /// Passes the root's `buf` along a chain of machines, from one of `heads` to the next (one rank per machine): while
+    /// a chunk arrives, the chunk before is sent on.
     fn pass_on(&mut self, call: &Call, heads: &[usize], root: usize, buf: &mut [u8]) -> Result<()> {
         let machines = heads.len();
         let first = self.wire.machines.machine_of(root);
@@ -261,7 +261,7 @@ impl Engine for TwoLevelEngine {
         if is_from_here { self.local.barrier(&second) } else { self.local.broadcast(&second, buf, 0) }
     }
 
-    /// Each rank sends its buffer to one rank of each other machine, which hands it to its own.
+    /// Each rank sends its buffer to one rank of each other machine, which hands it to the ranks of its machine.
     fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()> {
         let wire = &mut self.wire;
         self.local.barrier(&call.among(&self.neighbours).at_stage(FIRST))?;
@@ -269,7 +269,7 @@ impl Engine for TwoLevelEngine {
         let others = (0..wire.machines.count()).filter(|machine| *machine != wire.here);
         let sends: Vec<_> =
             others.map(|machine| Outgoing { peer: wire.counterpart(machine, wire.me), payload: input }).collect();
-        // By local rank: its own rank, and those whose buffers it gets.
+        // By local rank: the rank itself, and the ranks of other machines whose buffers it gets.
         let mut held: Vec<Vec<usize>> = wire.neighbours().iter().map(|rank| vec![*rank]).collect();
         for rank in (0..outputs.len()).filter(|rank| wire.machines.machine_of(*rank) != wire.here) {
             held[wire.machines.local_rank_of(wire.counterpart(wire.here, rank))].push(rank);
@@ -397,14 +397,14 @@ impl Engine for TwoLevelEngine {
             near_call.receives = call.receives.clone().map(|halves| Box::new((inside(halves.0), halves.1)));
             return self.local.send_recv(&near_call, near_send, near.as_mut());
         };
-        // One half is here and one elsewhere: neither may wait for the other.
+        // One peer is here and one elsewhere: neither half of the call may wait for the other.
         let (near_call, far_call) = (call.half_for(near_peer).among(&self.neighbours), call.half_for(far_peer));
         let Self { local, wire, membership, .. } = self;
         let conclude = |done: Result<()>, call: &Call| done.map_err(|error| membership.conclude(error, call));
         thread::scope(|scope| {
             let far_half = || conclude(wire.flat.send_recv(&far_call, far_send, far), &far_call);
             let far = thread::Builder::new().spawn_scoped(scope, far_half).map_err(|error| Error::Environment {
-                message: format!("no thread for the half of a send_recv that goes to another machine: {error}"),
+                message: format!("cannot start a thread for the half of a send_recv with another machine: {error}"),
             })?;
             let near = conclude(local.send_recv(&near_call, near_send, near.as_mut()), &near_call);
             near.and(far.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))

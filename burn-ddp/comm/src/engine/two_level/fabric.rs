@@ -19,7 +19,7 @@ const AGREEMENT: u8 = u8::MAX;
 
 /// Opens a rank's groups by shared memory inside machines and tcp between them.
 pub(crate) struct TwoLevelFabric {
-    /// Identity of the memory of each rank's machine, by rank; `None` if it is unknown.
+    /// By rank, the identity of the machine on which it can share memory; `None` if it is unknown.
     memories: Vec<Option<String>>,
     shm: Arc<ShmFabric>,
     tcp: Arc<TcpFabric>,
@@ -60,7 +60,7 @@ impl Fabric for TwoLevelFabric {
             (Ok(local), None) => Ok(Box::new(TwoLevelEngine::new(local, here, wire, self.membership.clone()))),
             (local, machine) => {
                 let first = call.world_rank(wire.machines.ranks_of(machine.unwrap_or(wire.here))[0]);
-                let elsewhere = || format!("those of the machine of rank {first} cannot");
+                let elsewhere = || format!("the ranks on the machine of rank {first} cannot share memory");
                 let why = local.err().map_or_else(elsewhere, |why| why.to_string());
                 tracing::warn!(rank = call.rank, %why, "ranks of a machine cannot share memory: collectives use tcp");
                 self.failed.store(true, Ordering::Relaxed);

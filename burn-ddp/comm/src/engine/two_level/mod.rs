@@ -3,15 +3,16 @@
 //!
 //! | part | file |
 //! |---|---|
-//! | what crosses machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
+//! | traffic between machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
 //! | exchanges between machines | `between_machines.rs` |
 //! | reductions, chunk by chunk | `chunked_reduction.rs` |
 //! | the collectives | `engine.rs` |
 //! | opening a group | `fabric.rs` |
 //!
-//! Each collective is compared inside the machine first. A rank sends a frame to another machine only after that, so a
-//! frame speaks for all ranks of the sender's machine; and each collective ends inside the machine, or with frames from
-//! all others: a rank that returns has heard, directly or through others, of the call of every rank.
+//! The ranks of a machine first compare their calls. A rank sends a frame to another machine only after that, so a
+//! frame speaks for all ranks of the sender's machine. Each collective ends with a step inside the machine, or with
+//! frames from all other machines, so a rank that returns has heard, directly or through others, of the call of every
+//! rank.
 
 mod between_machines;
 mod chunked_reduction;

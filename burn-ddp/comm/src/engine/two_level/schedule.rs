@@ -1,5 +1,5 @@
-//! Plans of what crosses machines: pure functions of the machines, the weights and the length, so all ranks make the
-//! same.
+//! Plans of the traffic between machines: pure functions of the machines, the weights and the length, so the plans of
+//! all ranks fit together.
 
 use std::ops::Range;
 
@@ -30,17 +30,19 @@ pub(super) struct Exchanged {
 /// Part of a rank in a reduction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// By local rank of this machine, the elements of which it makes the machine's partial results.
+    /// By local rank of this machine, the elements for which that rank makes the machine's partial results.
     pub(super) work: Vec<Vec<Range<usize>>>,
-    /// This rank's work in its order, by the rank that puts the partial results together; `None` for this rank.
+    /// This rank's work in its order, each piece with the rank that puts its partial results together; `None` is this
+    /// rank.
     pub(super) pieces: Vec<(Option<usize>, Range<usize>)>,
-    /// Ranks of other machines, and the elements of which they send partial results for this rank to put together.
+    /// Ranks of other machines, and the elements for which they send partial results that this rank puts together.
     pub(super) receives: Vec<Exchanged>,
     /// True if results go back to the ranks whose partial results they are made of.
     pub(super) returns: bool,
 }
 
-/// Shares of the elements that the machines add up, one per machine, and the arguments from which they follow.
+/// Shares of the elements that the machines put together, one per machine, and the arguments from which the shares
+/// follow.
 #[derive(Debug)]
 pub(super) struct Shares {
     partials: Vec<usize>,
@@ -49,7 +51,6 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Shares as of [`shares`].
     pub(super) fn new(partials: &[usize], size: usize) -> Shares {
         Shares { partials: partials.to_vec(), size, of_machines: shares(partials, size) }
     }
@@ -118,7 +119,7 @@ pub(super) fn shares(partials: &[usize], size: usize) -> Vec<f64> {
         if fits(middle).is_some() { high = middle } else { low = middle }
     }
     let Some(ranges) = fits(high) else { return vec![1.0 / count; partials.len()] };
-    // As even as the ranges allow: what is missing, or too much, is spread by how far each can go.
+    // As even as the ranges allow: the rest, positive or negative, is spread by how far each share can move.
     let mut shares: Vec<f64> = ranges.iter().map(|(least, most)| (1.0 / count).clamp(*least, *most)).collect();
     let missing = 1.0 - shares.iter().sum::<f64>();
     let room = |share: f64, (least, most): (f64, f64)| if missing > 0.0 { most - share } else { share - least };
@@ -148,8 +149,8 @@ pub(super) fn segments(chunk: Range<usize>, shares: &Shares) -> Vec<Range<usize>
 impl Plan {
     /// Plan of group rank `me` for an all-reduce in which each machine puts together one of `segments`.
     ///
-    /// Segment `o` is cut in as many parts as the machine has ranks: for rank `j` of machine `o`, which puts it
-    /// together, and for rank `j` of any other, which makes the partial results of that machine.
+    /// Each machine cuts segment `o` into as many parts as it has ranks. On machine `o`, rank `j` puts part `j`
+    /// together; on any other machine, rank `j` makes that machine's partial results of part `j`.
     pub(super) fn all_reduce(machines: &Machines, me: usize, segments: &[Range<usize>]) -> Plan {
         let here = machines.machine_of(me);
         let parts = |machine: usize, segment: &Range<usize>| {
@@ -185,8 +186,8 @@ impl Plan {
     }
 
     /// Plan of group rank `me` for the elements `chunk` of each row of a reduce-scatter of rows of `len` elements: each
-    /// rank puts its row together. The rows for rank `i` of another machine are the work of rank `i` here, counted
-    /// round.
+    /// rank puts its row together. The row of local rank `i` of any machine is the work of local rank `i` here, modulo
+    /// the number of ranks here.
     pub(super) fn reduce_scatter(machines: &Machines, me: usize, len: usize, chunk: Range<usize>) -> Plan {
         let here = machines.machine_of(me);
         let ranks = machines.ranks_of(here);

@@ -1,8 +1,8 @@
-//! Cause of a local process's exit, readable until its parent has waited for it.
+//! Cause of the exit of a process on this machine. The kernel shows it until the parent has waited for the process.
 
 use std::time::{Duration, Instant};
 
-/// Time to wait for the exit: a process closes its sockets a little before it has ended.
+/// Time to wait for the exit, since a process closes its sockets a little before it has ended.
 const PATIENCE: Duration = Duration::from_millis(300);
 
 /// Cause of the exit of process `pid`, whose sockets are closed, if it can still be read.
@@ -25,7 +25,7 @@ pub(super) fn cause_of_exit(pid: u32) -> Option<String> {
 fn read(stat: &str) -> Option<String> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();
-    // A running process is not the one that ended.
+    // A process that runs has not exited yet, or is another one with the same id.
     fields.next().filter(|state| matches!(*state, "Z" | "X"))?;
     let status: i32 = fields.last()?.parse().ok()?;
     let (code, signal) = (status >> 8 & 0xff, status & 0x7f);

@@ -1,13 +1,13 @@
-//! Connections to ranks that this rank would hear of no more: between two machines of which no pair of counterparts is
-//! left, ranks connect each to each.
+//! Fallback connections: between two machines of which no pair of counterparts is left, and whose ranks would hear of
+//! each other no more, each rank of one connects with each rank of the other.
 //!
-//! As always, the higher rank of a pair connects. The lower one only tries whether the other is still there: that
-//! refuses it, or has ended, and then nothing listens at its port, or another process. How it ended is not known then:
-//! it may have said goodbye where no rank heard it, or have died. A firewall may also close the way in one direction
-//! alone, so a rank that seems to have ended and connects takes part again.
+//! As always, the higher rank of a pair connects. The lower rank only probes whether the higher one is still there. If
+//! it is, it refuses the probe. If it has ended, no process listens at its port, or another process does. Then it is
+//! not known how it ended: it may have said goodbye where no rank heard it, or have died. A firewall may also block
+//! connections in one direction only, so a rank that seems to have ended but connects takes part again.
 //!
-//! A machine is lost if attempts to reach it go unanswered for the machine timeout. Time counts from the start of the
-//! first of them, not in long pauses in which no rank asked.
+//! A machine is lost if attempts to reach it go unanswered for the machine timeout. That time begins with the first
+//! unanswered attempt; pauses before it, in which no rank asked, do not count.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -22,7 +22,7 @@ use crate::net::dial_rank::{Dial, Undialled};
 use crate::net::interface::Interface;
 use crate::net::peer_addresses::PeerAddresses;
 
-/// Ways to all ranks.
+/// Addresses of all ranks, and the interface from which to connect to them.
 #[derive(Default)]
 pub(crate) struct Directory {
     pub(crate) addresses: PeerAddresses,
@@ -32,7 +32,7 @@ pub(crate) struct Directory {
 
 /// Most attempts at a time.
 const DIALS_CAP: usize = 8;
-/// Pause before the first attempt to connect to a rank, in heartbeats: most worlds end sooner. Also that after an
+/// Pause before the first attempt to connect to a rank, in heartbeats: most worlds end sooner. Also the pause after an
 /// attempt without an answer.
 const FIRST_PAUSE: u32 = 2;
 /// Longest pause between two attempts to connect to a rank, in heartbeats.
@@ -51,11 +51,11 @@ pub(super) struct CutOff {
 /// Outcome of an attempt to connect.
 #[derive(Clone, Debug, PartialEq)]
 enum Outcome {
-    /// The peer's machine answered: by a connection, or by none.
+    /// The peer's machine answered: it accepted or refused the connection.
     Answered,
-    /// Neither the machine nor the way to it answered; the error's text.
+    /// No answer came from the machine or the network to it; the error's text.
     Silent(String),
-    /// This rank could not ask, for want of a descriptor, a thread or the address of a name.
+    /// This rank could not try, for lack of a descriptor, a thread or the address of a name.
     NotAsked,
 }
 
@@ -65,7 +65,7 @@ impl CutOff {
         CutOff { directory: Arc::new(directory), schedule, threads: BTreeMap::new(), look_at: None }
     }
 
-    /// Begins the attempts that are due, and judges those that are over. Looks twice per heartbeat. Does not wait.
+    /// Judges the attempts that have ended, and begins those that are due. Acts twice per heartbeat. Never blocks.
     pub(super) fn connect(&mut self, shared: &Arc<Shared>, membership: &Arc<Membership>, now: Instant) {
         if self.look_at.is_some_and(|at| now < at) {
             return;
@@ -87,7 +87,7 @@ impl CutOff {
             let thread = thread::Builder::new().name(format!("burn-ddp rank {} dials", shared.rank));
             match thread.spawn(move || dial(&shared, &membership, &directory, peer)) {
                 Ok(thread) => drop(self.threads.insert(peer, thread)),
-                // Perhaps there is room for a thread at the next attempt.
+                // The next attempt may get a thread.
                 Err(_) => {
                     self.schedule.ended(peer, &Outcome::NotAsked, now);
                 }
@@ -106,13 +106,14 @@ struct Schedule {
 struct Attempt {
     /// Start of the attempt under way, or of the last one.
     begun: Instant,
-    /// Silence of the peer's machine since its last answer: attempts without one, and pauses between two such.
+    /// Silence of the peer's machine since its last answer: durations of unanswered attempts and of pauses between
+    /// them.
     silent: Duration,
-    /// Time up to which `silent` counts; `None` if the last attempt does not.
+    /// End of the time that `silent` counts; `None` if the last attempt was answered or could not be made.
     silent_until: Option<Instant>,
     /// Time of the next attempt; `None` while one is under way.
     next: Option<Instant>,
-    /// Pause after that attempt. Each is twice the last, but starts again after an attempt without an answer.
+    /// Pause after the next attempt. Each is twice the one before it; an unanswered attempt resets it to the shortest.
     pause: Duration,
 }
 
@@ -136,7 +137,7 @@ impl Schedule {
         due.into_iter().take(DIALS_CAP.saturating_sub(under_way)).map(begin).collect()
     }
 
-    /// Notes the end of the attempt to connect to `peer`. Returns for how long its machine has been asked in vain.
+    /// Notes the end of an attempt to connect to `peer`. Returns for how long its machine has not answered.
     fn ended(&mut self, peer: usize, outcome: &Outcome, now: Instant) -> Duration {
         let (first, longest) = (self.first_pause(), LONGEST_PAUSE * self.heartbeat);
         let Some(attempt) = self.attempts.get_mut(&peer) else { return Duration::ZERO };
@@ -164,7 +165,7 @@ fn is_silence(e: &io::Error) -> bool {
     matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable)
 }
 
-/// Connects to `peer`, or finds that it is gone.
+/// Connects to `peer`, or finds that it has ended.
 fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, peer: usize) -> Outcome {
     let Directory { addresses, via } = directory;
     let Some(to) = addresses.get(peer) else { return Outcome::NotAsked };
@@ -180,15 +181,15 @@ fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, pe
         Err(cause) => cause,
     };
     if cause.is_gone() {
-        tracing::warn!(rank = shared.rank, peer, %cause, "it and the ranks that relayed its messages have ended");
+        tracing::warn!(rank = shared.rank, peer, %cause, "the peer and the ranks that relayed its messages have ended");
         membership.ended_unheard(peer);
         return Outcome::Answered;
     }
-    tracing::debug!(rank = shared.rank, peer, %cause, "it is cut off");
+    tracing::debug!(rank = shared.rank, peer, %cause, "no connection to a peer that is cut off");
     match cause {
         Undialled::Refused(_) => Outcome::Answered,
         Undialled::Unconnected(e) if is_silence(&e) => Outcome::Silent(e.to_string()),
-        // Of this rank's own troubles, such as too few descriptors, the peer is not to blame.
+        // Failures of this rank itself, such as a lack of descriptors, say nothing about the peer.
         Undialled::Unconnected(_) | Undialled::Unresolved(_) => Outcome::NotAsked,
     }
 }
@@ -254,7 +255,7 @@ mod tests {
         let begun: Vec<u32> = begun.collect();
         let pauses: Vec<u32> = begun.windows(2).map(|two| two[1] - two[0]).collect();
         assert_eq!((begun[0], &pauses[..6]), (2, &[2, 4, 8, 16, 32, 32][..]));
-        // Cut off anew, it begins anew.
+        // When the rank is cut off again, the pauses begin anew.
         schedule.due(&[], start + 400 * BEAT);
         schedule.due(&[7], start + 401 * BEAT);
         assert_eq!(schedule.due(&[7], start + 402 * BEAT), NONE);
@@ -271,12 +272,12 @@ mod tests {
             assert_eq!(schedule.due(&[7], at(begin)), [7], "beat {begin}");
             schedule.ended(7, &outcome, at(end))
         };
-        // Answers, and long pauses.
+        // All attempts are answered, so the pauses become long.
         for (begin, end) in [(2, 2), (4, 4), (8, 8), (16, 16), (32, 32), (64, 64)] {
             assert_eq!(attempt(begin, end, Outcome::Answered), Duration::ZERO);
         }
         assert_eq!(attempt(96, 101, silent()), 5 * BEAT, "no rank asked in the pause before");
-        // Asks often from then on, and its pauses count.
+        // From now on the pauses are short, and count as silence.
         assert_eq!(attempt(103, 108, silent()), 12 * BEAT);
         assert_eq!(attempt(110, 115, silent()), 19 * BEAT);
         assert_eq!(attempt(117, 117, Outcome::Answered), Duration::ZERO);
@@ -324,14 +325,14 @@ mod tests {
         membership.receive(3, ControlMessage::Goodbye);
         assert!(matches!(membership.left_error(3), Error::PeerLeft { .. }));
         assert_eq!(membership.known_of(3), [ControlMessage::Goodbye]);
-        // What a probe finds after that does not.
+        // A probe that fails after that changes nothing.
         membership.ended_unheard(3);
         assert!(matches!(membership.left_error(3), Error::PeerLeft { .. }));
     }
 
     #[test]
     fn a_port_that_another_process_has_is_a_closed_one() {
-        // Rank 0 listens there, of this job, or of another one.
+        // A rank of this job, or a rank of another job, listens there.
         let (_other, _, of_this_job) = alone(&MACHINES);
         let (listener, of_another) = listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
         let key = crate::JobKey::trusting_network("another", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES]);
@@ -346,7 +347,7 @@ mod tests {
     #[test]
     fn a_rank_that_seemed_to_have_ended_and_connects_takes_part() {
         let (control, membership, address) = cut_off();
-        // A firewall lets rank 3 out and answers for it.
+        // As behind a firewall that lets rank 3 connect, and refuses connections to it.
         dial(&control.shared, &membership, &directory(closed_port()), 3);
         assert!(membership.has_left(3));
         let to = PeerAddress::new("127.0.0.1", address.port());
@@ -355,7 +356,7 @@ mod tests {
         let deadline = Instant::now() + 60 * BEAT;
         let Ok(connection) = dialled.connect(deadline, by(deadline), None) else { panic!("no connection") };
         let mut wire = Wire::new(connection, MESSAGE_CAP).unwrap();
-        // Its heartbeats come, and this rank sends its own.
+        // Rank 3 sends a heartbeat, and gets those of rank 0.
         let beat = ControlMessage::Heartbeat(crate::membership::Heartbeat::default());
         wire.send(&Envelope { origin: 3, message: beat }, deadline).unwrap();
         let heard: Envelope<ControlMessage> = loop {
@@ -366,7 +367,7 @@ mod tests {
         };
         assert_eq!(heard.origin, 0);
         assert!(!membership.has_left(3), "it takes part");
-        // A probe that began before the connection came, and finds only now what it does.
+        // A probe that began before the connection came ends only now, without effect.
         dial(&control.shared, &membership, &directory(closed_port()), 3);
         assert!(!membership.has_left(3) && membership.check().is_ok());
         assert_eq!(membership.cut_off(), NONE);

@@ -1,19 +1,19 @@
 //! Control connections between ranks of different processes.
 //!
-//! Ranks of one machine share one TCP connection per pair for [`ControlMessage`]s, and so do counterparts on two
-//! machines; the others hear of each other [through them](relay), or [connect](fallback_connections) when none are
-//! left. Every rank has one thread, the [monitor](monitor), that serves its connections and its listener. So a death
-//! is noticed at once, whatever the rank itself is doing: the kernel closes a dead process's sockets, and an end
-//! without a goodbye is a death.
+//! Each pair of ranks of one machine has one TCP connection for [`ControlMessage`]s, and so has each pair of
+//! counterparts on two machines. Other ranks exchange messages [through these](relay), or
+//! [connect](fallback_connections) when no counterparts are left. Every rank has one thread, the [`monitor`],
+//! that serves its connections and its listener. So the peers notice a death at once, whatever they compute: the kernel
+//! closes a dead process's sockets, and the end of a connection without a goodbye is a death.
 //!
-//! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves,
-//! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
-//! destroy it: a socket closed while it holds unread bytes is reset, and a reset discards what the network has not
-//! delivered yet. Unread bytes can only be a message that the peer sent at the very same time: its own goodbye, and
-//! then it no longer cares; a failure, and then the world has ended anyway; or a heartbeat or another rank's message,
-//! where only a goodbye that the network loses at that moment is not sent again. In a process that lives on, the
-//! monitor keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is
-//! reset.
+//! **A goodbye must not be lost**, or a clean exit would look like a death. The thread that leaves writes it, not the
+//! monitor, since the process may exit right after; the kernel delivers bytes that were written. One event could
+//! destroy them: a socket that is closed while it holds unread bytes is reset, and a reset discards bytes that the
+//! network has not delivered yet. The unread bytes can only be a message that the peer sent at the same moment. If that
+//! is the peer's goodbye, the peer no longer needs this one; if it is a failure, the world has ended anyway. If it is a
+//! heartbeat or another rank's message, the goodbye is lost only if the network loses its packet at that moment, too.
+//! In a process that lives on, the monitor keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is
+//! over), so that nothing is reset.
 
 mod exit_cause;
 mod fallback_connections;
@@ -42,9 +42,9 @@ use crate::poison_free_locks::lock;
 
 /// Longest control message, in bytes; the membership caps the texts in them.
 const MESSAGE_CAP: usize = 64 * 1024;
-/// Bytes of unread control messages at which a peer is given up.
+/// Bytes of control messages that a peer has not read, from which on it is given up.
 const UNREAD_CAP: usize = 1024 * 1024;
-/// Bytes of heartbeats in a message from which on the next ones go into another. Each has a few kilobytes at most.
+/// Bytes of heartbeats at which a message is full and another begins. A heartbeat has a few kilobytes at most.
 const BEATS_CAP: usize = MESSAGE_CAP / 2;
 
 /// The control connections of one rank. Dropping it ends the monitor, without waiting for it.
@@ -61,8 +61,7 @@ struct Shared {
     key: LinkKey,
     /// Writing ends, by rank; set once, when all neighbours are connected. `None` for ranks without a connection.
     senders: Mutex<Vec<Option<Sender>>>,
-    /// Reading ends for the monitor, by rank, once all neighbours are connected, and the membership that they report
-    /// to.
+    /// The reading ends and the membership, set once all neighbours are connected, for the monitor to take.
     mesh: Mutex<Option<Mesh>>,
     /// Written by this rank's threads, read by the monitor after a wake.
     phase: AtomicU8,
@@ -84,9 +83,9 @@ impl std::fmt::Debug for Mesh {
 
 /// The rank takes part.
 const PRESENT: u8 = 0;
-/// It said goodbye: the state of peers is no longer its concern, unless one ends the world.
+/// It has said goodbye: of its peers, it heeds only a failure that ends the world.
 const LEFT: u8 = 1;
-/// The handle is gone: let peers close, then end.
+/// The handle is dropped: the monitor waits until the peers have closed, then ends.
 const CLOSED: u8 = 2;
 
 /// The writing end of a control connection.
@@ -99,13 +98,13 @@ struct Sender {
     last: bool,
     /// True if nothing can be sent any more.
     broken: bool,
-    /// Reason for that, where it is no end of the peer's side: the reading end meets that as well.
+    /// Reason that it is broken, except for an end of the connection, which the reading end reports.
     cause: Option<String>,
 }
 
 impl Control {
-    /// Starts the monitor on `listener`. Until [`attach`](Self::attach) it only accepts connections, which wait in
-    /// [`links`](Self::links).
+    /// Starts the monitor on `listener`. Until [`attach`](Self::attach) the monitor only accepts connections, which
+    /// wait in [`links`](Self::links).
     pub(crate) fn start(listener: TcpListener, rank: usize, world_size: usize, key: LinkKey) -> io::Result<Control> {
         let shared = Arc::new(Shared {
             rank,
@@ -122,13 +121,13 @@ impl Control {
         Ok(Control { shared })
     }
 
-    /// The connections that were accepted.
+    /// The connections that were accepted and are not claimed yet.
     pub(crate) fn links(&self) -> &Arc<Links> {
         &self.shared.links
     }
 
-    /// Hands over the control connections to the neighbours, by rank: from now on they are watched for `membership`.
-    /// `directory` leads to ranks that are cut off.
+    /// Hands over the control connections to the neighbours, by rank. From now on the monitor serves them and reports
+    /// to `membership`. `directory` has the addresses of ranks, in case that some are cut off.
     pub(crate) fn attach(
         &self,
         streams: Vec<Option<SecureStream>>,
@@ -189,8 +188,8 @@ impl Drop for Control {
 }
 
 impl Sender {
-    /// Sends this rank's heartbeat, if it is due, and those of others that it passes on, if the socket has room: a peer
-    /// that does not read needs no more of them.
+    /// Sends this rank's heartbeat, if it is due, and those of others that it passes on. Sends nothing while the socket
+    /// has no room: a peer that does not read needs no more heartbeats.
     fn beat(&mut self, rank: usize, own: Option<&ControlMessage>) {
         if self.wire.wants_write() || self.broken || self.last {
             return;
@@ -209,11 +208,11 @@ impl Sender {
             let message = &ControlMessage::PassedOn(some.collect());
             self.queue(&Envelope { origin: rank, message });
         }
-        // The monitor writes what remains.
+        // The monitor writes the bytes that remain.
         let _all_written = self.flush();
     }
 
-    /// Writes what the socket takes; `false` if something remains for the monitor to write.
+    /// Sends `message`; `false` if bytes remain that the monitor has to write.
     fn send(&mut self, message: &Envelope<&ControlMessage>, last: bool) -> bool {
         if self.broken || self.last {
             return true;
@@ -240,13 +239,13 @@ impl Sender {
         match self.wire.flush() {
             Ok(true) => {
                 if self.last {
-                    // The peer sees the goodbye, then the end. An error means that it is gone already.
+                    // The peer reads the goodbye, then the end of the stream. On an error, the peer is gone already.
                     let _ = self.wire.socket().shutdown(Shutdown::Write);
                 }
                 true
             }
             Ok(false) => false,
-            // The reading end finds out what happened to the peer, after the peer's last messages.
+            // The reading end learns what happened to the peer, after it has read the peer's last messages.
             Err(e) => {
                 self.broken = true;
                 let ended = matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
@@ -258,7 +257,7 @@ impl Sender {
 
     fn give_up(&mut self, cause: String) {
         (self.broken, self.cause) = (true, Some(cause));
-        // Ends the reading end, and so reports the cause.
+        // The monitor then meets the end of the connection, and reports the cause.
         let _ = self.wire.socket().shutdown(Shutdown::Both);
     }
 }
@@ -282,13 +281,13 @@ mod tests {
         crate::JobKey::trusting_network("job", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES])
     }
 
-    /// Ways to ranks that listen at this port of this machine, whichever they are.
+    /// Addresses of 16 ranks that all listen at this port of this machine.
     pub(super) fn directory(port: u16) -> Directory {
         let addresses = PeerAddresses::new(vec![("127.0.0.1".to_owned(), port); 16]);
         Directory { addresses, via: Interface::default() }
     }
 
-    /// Rank 0 of ranks on these machines, none of which has connected, and the address where it listens.
+    /// Rank 0 of a world on these machines, to which no other rank has connected, and the address where it listens.
     pub(super) fn alone(machines: &[usize]) -> (Arc<Control>, Arc<Membership>, SocketAddr) {
         alone_with(machines, Directory::default())
     }

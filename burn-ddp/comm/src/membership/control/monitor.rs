@@ -1,4 +1,4 @@
-//! The thread that watches a rank's control connections and accepts connections for it.
+//! The monitor: the thread that serves a rank's control connections and accepts connections for the rank.
 
 use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
@@ -22,35 +22,35 @@ use crate::net::wait::wait;
 use crate::net::{bind_and_connect, descriptors};
 use crate::poison_free_locks::lock;
 
-/// Time that a monitor whose rank has left lets its peers close first.
+/// Time in which a monitor whose rank has left waits for its peers to close their ends.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
-/// Most connections accepted before the existing ones are served.
+/// Most connections accepted before the existing ones are served again.
 const ACCEPTS_PER_TURN: usize = 64;
-/// Times in a heartbeat at which a rank passes on what has come of other ranks' heartbeats, at most.
+/// Most times per period that a rank passes on the heartbeats of other ranks that it has collected.
 const PASSED_ON_PER_BEAT: u32 = 4;
-/// Pause after a failed accept, typically for want of file descriptors.
+/// Pause after a failed accept, typically for lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct Monitor {
     shared: Arc<Shared>,
-    /// Closed when the rank leaves.
+    /// `None` once the handle is dropped.
     listener: Option<TcpListener>,
     accept_after: Option<Instant>,
     strangers: Strangers,
-    /// Reading ends, by rank; `None` for ranks without a connection and for those that have closed. Empty until all
+    /// Reading ends, by rank; `None` for ranks without a connection or whose connection has ended. Empty until all
     /// neighbours are connected.
     readers: Vec<Option<WireReader>>,
-    /// Set with the readers.
+    /// Set together with `readers`.
     membership: Option<Arc<Membership>>,
     cut_off: Option<CutOff>,
-    /// Ranks that have sent nothing yet on a connection that was made since the world began. If that ends before they
-    /// do, they gave it up, were just leaving, or have died: it is not known which.
+    /// Ranks with a fallback connection on which no message has come yet. If such a connection ends, it is not known
+    /// whether the rank gave it up, was just leaving, or has died.
     unheard: BTreeSet<usize>,
     /// Time of the next heartbeat or check for silence. Set while the rank takes part.
     look_at: Option<Instant>,
-    /// Time to pass on the heartbeats that wait for it. Set while there are some.
+    /// Time to pass on the collected heartbeats of other ranks. Set while there are some.
     pass_on_at: Option<Instant>,
-    /// Time to end although peers have not closed; set when the handle is gone.
+    /// Time to end even if peers have not closed their ends. Set when the handle is dropped.
     end: Option<Instant>,
 }
 
@@ -79,7 +79,7 @@ impl Monitor {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(e) => {
-                    // Deaths would go unnoticed, so this rank must not go on.
+                    // Without a monitor, deaths would go unnoticed, so this rank must not go on.
                     if let Some(membership) = self.membership.take() {
                         membership.fail(crate::Error::Internal {
                             message: format!("the monitor of rank {} ended: {e}", self.shared.rank),
@@ -100,7 +100,7 @@ impl Monitor {
         self.shared.waker.clear();
         self.adopt_mesh();
         self.adopt_connections();
-        // Peers first: their messages are older than what happens now.
+        // First the messages of peers, which are older than this rank's own events.
         for rank in ready
             .by_ref()
             .take(self.readers.len())
@@ -122,7 +122,7 @@ impl Monitor {
         Ok(!self.finished())
     }
 
-    /// Waits; true for the listener, each peer and each stranger that is ready, in this order.
+    /// Waits for events. Returns, in this order, whether the listener, each peer and each stranger is ready.
     fn wait(&mut self) -> io::Result<Vec<bool>> {
         let (now, mut beats_wait) = (Instant::now(), false);
         if self.accept_after.is_some_and(|at| at <= now) {
@@ -157,7 +157,7 @@ impl Monitor {
         Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
-    /// Takes over the reading ends once they are there.
+    /// Takes over the reading ends and the membership once [`Control::attach`](super::Control::attach) has set them.
     fn adopt_mesh(&mut self) {
         if let Some(mesh) = lock(&self.shared.mesh).take() {
             self.readers = mesh.readers;
@@ -167,7 +167,7 @@ impl Monitor {
         }
     }
 
-    /// Takes over control connections that were made since the world began.
+    /// Takes over fallback connections.
     fn adopt_connections(&mut self) {
         let Some(membership) = &self.membership else { return };
         for (rank, stream) in self.shared.links.take_control() {
@@ -176,19 +176,19 @@ impl Monitor {
                     self.readers[rank] = Some(reader);
                     self.unheard.insert(rank);
                     self.shared.introduce(rank, sender, membership);
-                    // A heartbeat is due.
+                    // The new neighbour is due a heartbeat at once.
                     self.look_at = Some(Instant::now());
                 }
                 Err(error) => {
-                    // The peer makes another.
+                    // The peer connects again.
                     self.shared.links.forget_control(rank);
-                    tracing::warn!(rank = self.shared.rank, peer = rank, %error, "a connection broke at once");
+                    tracing::warn!(rank = self.shared.rank, peer = rank, %error, "a fallback connection broke at once");
                 }
             }
         }
     }
 
-    /// Writes the rest of what a sender could not.
+    /// Writes bytes that the socket to `rank` had no room for.
     fn flush(&mut self, rank: usize) {
         if let Some(sender) = &mut lock(&self.shared.senders)[rank] {
             sender.flush();
@@ -202,7 +202,7 @@ impl Monitor {
             let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
             let received = match wire.next::<Envelope<ControlMessage>>() {
                 Ok(None) => return,
-                // After the goodbye a failure still ends the calls that other threads are in.
+                // After this rank's goodbye, a failure still ends the calls that other threads are in.
                 Ok(Some(envelope)) if present || matches!(envelope.message, ControlMessage::Fail { .. }) => self
                     .shared
                     .receive(rank, envelope, membership)
@@ -212,16 +212,16 @@ impl Monitor {
             };
             match received {
                 Ok(()) if self.unheard.remove(&rank) => {
-                    tracing::info!(rank = self.shared.rank, peer = rank, "heard on a connection of its own");
+                    tracing::info!(rank = self.shared.rank, peer = rank, "first message on the fallback connection");
                 }
                 Ok(()) => {}
                 Err(e) => {
                     self.readers[rank] = None;
-                    // Changed bytes are the deed of somebody else, and a machine that does not answer is down.
+                    // False for bytes that were changed on their way, and for a machine that does not answer.
                     let ended = !matches!(e.kind(), ErrorKind::InvalidData | ErrorKind::TimedOut);
                     if self.unheard.remove(&rank) && ended {
-                        // A handshake that the peer gave up looks the same as its end. If it is there, it connects
-                        // again, and otherwise this rank finds out.
+                        // The peer may have ended, or only given up the handshake. If it is still there, it connects
+                        // again; otherwise this rank's own probes find that out.
                         lock(&self.shared.senders)[rank] = None;
                         self.shared.links.forget_control(rank);
                         membership.disconnected(rank);
@@ -243,7 +243,7 @@ impl Monitor {
             return;
         };
         let now = Instant::now();
-        // The first check was due when the world began: this process may have been stopped since.
+        // The first check was due when the world began, so that a stop of this process since then shows as a delay.
         let planned = self.look_at.or_else(|| membership.next_look(now));
         let late = planned.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let due = membership.due(now);
@@ -267,7 +267,7 @@ impl Monitor {
         self.look_at = membership.next_look(now);
     }
 
-    /// Accepts a stranger that knows the key and is expected.
+    /// Accepts a stranger that knows the key and whose connection is expected; else refuses it.
     fn meet(&self, stranger: Introduced) {
         let LinkKey { key, tag } = &self.shared.key;
         let Some(proved) = stranger.prove(key) else {
@@ -281,7 +281,7 @@ impl Monitor {
                 if let Some(stream) = stranger.welcome(proved) {
                     self.shared.links.put(purpose, stream);
                     if matches!(purpose, Purpose::Control { .. }) {
-                        // To adopt it, if the world has begun.
+                        // Has the next turn adopt it, if the world has begun.
                         self.shared.waker.wake();
                     }
                 }
@@ -305,7 +305,7 @@ impl Monitor {
         }
     }
 
-    /// Closes connections without a proof if descriptors are short; if there are none, this rank cannot go on.
+    /// If descriptors are short, closes unauthenticated connections. If there are none to close, this rank fails.
     fn make_room(&mut self, e: &io::Error) {
         let Some(why) = descriptors::shortage(e, self.shared.links.world_size()) else { return };
         if self.strangers.deadline().is_some() {
@@ -317,14 +317,14 @@ impl Monitor {
         }
     }
 
-    /// After the rank has left: accepts no connections and waits for the peers to close, for a while; true when done.
+    /// Once the handle is dropped: accepts no connections, and waits a while for the peers to close; true when done.
     fn finished(&mut self) -> bool {
         if self.shared.phase.load(Ordering::Acquire) != CLOSED {
             return false;
         }
         self.listener = None;
         self.strangers.clear();
-        // A rank that has connected hears why this one leaves, also if it came only just now.
+        // A rank that connected only just now also hears why this one leaves.
         self.adopt_mesh();
         self.adopt_connections();
         self.shared.links.close();
@@ -333,7 +333,7 @@ impl Monitor {
     }
 }
 
-/// Description of what happened to `rank`, whose control connection ended.
+/// Description of the failure of `rank`, whose control connection ended with `error`.
 fn describe(error: &io::Error, cause: Option<String>, membership: &Membership, rank: usize) -> String {
     match (error.kind(), cause) {
         (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, None) => {
@@ -342,7 +342,7 @@ fn describe(error: &io::Error, cause: Option<String>, membership: &Membership, r
             let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
             format!("its process ended without a goodbye: it {how}")
         }
-        // A router's answer, or none at all.
+        // A router reported that the machine is unreachable, or no answer came at all.
         (ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable, _) => {
             let seconds = membership.options().machine_timeout().as_secs_f64();
             format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
@@ -370,7 +370,7 @@ mod tests {
 
     /// Two ranks on each of two machines.
     const MACHINES: [usize; 4] = [0, 0, 1, 1];
-    /// Rank to which rank 0 has no way but a connection of its own, since ranks 1 and 2 have left.
+    /// Rank that only a fallback connection leads to, since ranks 1 and 2 have left.
     const LATE: usize = 3;
 
     /// Rank 3's connection to rank 0, which listens at `address`.
@@ -382,7 +382,7 @@ mod tests {
             .map(|stream| Wire::new(stream, MESSAGE_CAP).unwrap())
     }
 
-    /// Rank 0, where others listen as in `directory`, and the address where it does.
+    /// Rank 0, cut off from rank 3, with the addresses of the others in `directory`; and the address of rank 0.
     fn cut_off(directory: Directory) -> (Arc<Control>, Arc<Membership>, SocketAddr) {
         let (control, membership, address) = alone_with(&MACHINES, directory);
         [1, 2].iter().for_each(|rank| membership.receive(*rank, ControlMessage::Goodbye));
@@ -396,7 +396,7 @@ mod tests {
         (control, membership, connection)
     }
 
-    /// Waits until rank 3 takes part no more; its end as a wait for it sees it.
+    /// Waits until rank 3 takes part no more. Returns the error that a call that waits for it returns.
     fn end(membership: &Membership) -> Error {
         let deadline = Instant::now() + PATIENCE;
         while !membership.has_left(LATE) {
@@ -424,7 +424,7 @@ mod tests {
         let (_control, membership, address) = cut_off(Directory::default());
         drop(connect(address));
         let deadline = Instant::now() + PATIENCE;
-        // It is refused as a second one until the end of the first was noticed.
+        // The second connection is refused until the monitor has noticed the end of the first.
         let mut connection = loop {
             match connect(address) {
                 Ok(connection) => break connection,

@@ -1,4 +1,4 @@
-//! Messages between ranks that have no control connection: passed on by this rank.
+//! Passing on of messages between ranks that have no control connection.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use crate::poison_free_locks::lock;
 use crate::post_mortem::millis;
 
 impl Shared {
-    /// Takes a message that the neighbour `from` has sent: passes it on, then applies it. An error if that rank has no
-    /// part in it.
+    /// Takes a message that the neighbour `from` has sent: passes it on, then applies it. An error if `from` should not
+    /// have sent it.
     pub(super) fn receive(
         &self,
         from: usize,
@@ -25,7 +25,7 @@ impl Shared {
             _ => Some(origin).filter(|origin| !routes.may_pass_on(from, *origin)),
         };
         if let Some(origin) = strange {
-            return Err(format!("it passed on a message of rank {origin}"));
+            return Err(format!("it passed on a message of rank {origin} that it should not pass on"));
         }
         match &message {
             ControlMessage::Heartbeat(beat) => self.pass_on_later(from, origin, beat, membership),
@@ -44,7 +44,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Reports that the neighbour `peer` fell silent to the ranks that hear it through this one.
+    /// Sends the report that the neighbour `peer` is silent to the ranks to which this rank passes on its messages.
     pub(super) fn report_silence(&self, peer: usize, silent: Duration, membership: &Membership) {
         let message = ControlMessage::Silent { silent_ms: millis(silent) };
         self.pass_on(peer, peer, &message, membership);
@@ -56,7 +56,7 @@ impl Shared {
         }
     }
 
-    /// Passes on a heartbeat, soon, together with others.
+    /// Notes a heartbeat, which the monitor soon passes on together with others.
     fn pass_on_later(&self, from: usize, origin: usize, beat: &Heartbeat, membership: &Membership) {
         let onward = membership.routes().onward(from, origin, true, |rank| membership.has_left(rank));
         let mut senders = lock(&self.senders);
@@ -67,7 +67,7 @@ impl Shared {
         }
     }
 
-    /// Begins with a neighbour that connected when its machine had been cut off: it hears what it may have missed.
+    /// Adopts the fallback connection of `peer`: sends it what it may have missed of the ranks of this machine.
     pub(super) fn introduce(&self, peer: usize, sender: Sender, membership: &Membership) {
         lock(&self.senders)[peer] = Some(sender);
         membership.connected(peer);
@@ -76,11 +76,11 @@ impl Shared {
         }
     }
 
-    /// Sends messages of `origin` to a neighbour; the monitor writes what remains.
+    /// Sends messages of `origin` to a neighbour. The monitor writes the bytes that the socket does not take now.
     pub(super) fn send(&self, to: usize, origin: usize, messages: &[ControlMessage]) {
         let mut senders = lock(&self.senders);
         let Some(Some(sender)) = senders.get_mut(to) else { return };
-        // The heartbeat that waits is older than they are.
+        // A heartbeat of `origin` that waits to be passed on is older than these messages.
         sender.beats.remove(&origin);
         for message in messages {
             let _all_written = sender.send(&Envelope { origin, message }, false);

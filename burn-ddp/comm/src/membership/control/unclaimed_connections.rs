@@ -1,4 +1,4 @@
-//! Accepted connections, from their welcome until they are claimed.
+//! Accepted connections, from the end of their handshake until a thread of the rank claims them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Condvar, Mutex, Weak};
@@ -14,7 +14,7 @@ use crate::net::wait::Waker;
 use crate::poison_free_locks::{lock, wait_timeout};
 use crate::{Error, Result};
 
-/// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
+/// Most connections that wait. They are few: peers connect for groups that this rank is about to make.
 const WAITING_CAP: usize = 16 * 1024;
 
 /// Connections that the monitor accepted and that wait to be claimed.
@@ -29,36 +29,37 @@ pub(crate) struct Links {
 
 #[derive(Debug, Default)]
 struct Board {
-    /// Added by the monitor, removed by `claim`.
+    /// Connections that are not claimed yet. Added by the monitor, removed by the threads that claim them.
     waiting: HashMap<Purpose, SecureStream>,
-    /// All that ever arrived: none may arrive twice.
+    /// Purposes of all connections that arrived, until they are forgotten: none may arrive twice.
     known: HashSet<Purpose>,
-    /// Groups that are open here, each with the waker of its waits for connections.
+    /// Groups that are open on this rank, each with the waker to call when a connection for it arrives.
     open_groups: HashMap<u64, Weak<Waker>>,
     /// True once this rank has said goodbye: it opens no more groups.
     left: bool,
     closed: bool,
-    /// Reason that no connection will come, before there is a membership to say so.
+    /// Reason that no connection will come, from a failure before the membership exists.
     fault: Option<String>,
 }
 
 impl Board {
-    /// True if this rank has closed the group of the connection, which is then welcomed and dropped: that shows the
-    /// client that it has. No record of the group is needed, since the client says that all ranks have opened it.
+    /// True if this rank has closed the group of the connection. Such a connection is accepted and dropped, by which
+    /// the client learns that the group is closed here. No record of closed groups is needed: the client says
+    /// (`opened`) that all ranks had opened the group, so one that is not open is closed.
     fn is_of_closed_group(&self, purpose: Purpose) -> bool {
         matches!(purpose, Purpose::Data { group, opened: true, .. } if !self.open_groups.contains_key(&group))
     }
 
-    /// True if nothing here will claim the connection, which is then welcomed and dropped: so its client looks whether
-    /// this rank has left.
+    /// True if no thread of this rank will claim the connection. Such a connection is accepted and dropped, upon which
+    /// the client checks whether this rank has left.
     fn is_unwanted(&self, purpose: Purpose) -> bool {
         let is_open = |group| self.open_groups.contains_key(&group);
         self.is_of_closed_group(purpose)
             || matches!(purpose, Purpose::Data { group, .. } if self.left && !is_open(group))
     }
 
-    /// Forgets the connection for `purpose` if it waits and has ended: its client gave up in the handshake, and comes
-    /// again.
+    /// Forgets the connection for `purpose` if it is unclaimed and has ended: its client gave up in the handshake, and
+    /// connects again.
     fn forget_ended(&mut self, purpose: Purpose) {
         if self.waiting.get(&purpose).is_some_and(has_ended) {
             self.waiting.remove(&purpose);
@@ -67,12 +68,12 @@ impl Board {
     }
 }
 
-/// First look at what a peer has sent: the number of bytes that are there, at most one.
+/// Number of bytes that a peer has sent and that are not read yet, at most 1. Leaves them there.
 fn peek(stream: &SecureStream) -> std::result::Result<usize, Errno> {
     recv(stream.socket(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT).map(|(_, bytes)| bytes)
 }
 
-/// True if a connection over which the peer has sent nothing is closed or broken. A break is reported once only.
+/// True if the connection is closed or broken, with no bytes left to read. The kernel reports a break only once.
 fn has_ended(stream: &SecureStream) -> bool {
     match peek(stream) {
         Ok(bytes) => bytes == 0,
@@ -80,7 +81,7 @@ fn has_ended(stream: &SecureStream) -> bool {
     }
 }
 
-/// True if the peer has sent something, which is still there if it has closed the connection since.
+/// True if the peer has sent bytes, which can be read even if it has closed the connection since.
 fn has_bytes(stream: &SecureStream) -> bool {
     peek(stream).is_ok_and(|bytes| bytes > 0)
 }
@@ -90,17 +91,17 @@ impl Links {
         Self { rank, world_size, board: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Checks that a connection for `purpose` may be welcomed.
+    /// Checks that a connection for `purpose` may be accepted.
     ///
     /// # Errors
-    /// The answer if not.
+    /// The reason, for the client, if not.
     pub(crate) fn admit(&self, purpose: Purpose) -> Result<(), String> {
         let (Purpose::Control { rank } | Purpose::Data { rank, .. }) = purpose else {
             return Err("this is a rank, not the store".to_owned());
         };
         let (me, size) = (self.rank, self.world_size);
         let mut board = lock(&self.board);
-        // The higher of two ranks connects; a lower one asks if the group is closed.
+        // The higher of two ranks connects. A lower one only asks by a connection whether the group is closed.
         let least = if board.is_of_closed_group(purpose) { 0 } else { me + 1 };
         if !(least..size).contains(&(rank as usize)) {
             return Err(format!("rank {me} of {size} expects no connection from rank {rank}"));
@@ -130,7 +131,7 @@ impl Links {
         taken.into_iter().filter_map(with_rank).collect()
     }
 
-    /// Adds a welcomed connection, to be claimed.
+    /// Adds an accepted connection, to be claimed.
     pub(crate) fn put(&self, purpose: Purpose, stream: SecureStream) {
         let mut board = lock(&self.board);
         if !board.closed && !board.is_unwanted(purpose) && board.known.insert(purpose.whenever()) {
@@ -164,8 +165,8 @@ impl Links {
 
     /// The flows of a link, the first one first, if all of them have arrived.
     ///
-    /// A peer's first bytes come on the first flow, once it has made all of them. It may have closed the link since. A
-    /// flow that ended before that was given up in its handshake, and comes again.
+    /// A peer sends its first bytes on the first flow, after all flows are made; it may have closed the link since. If
+    /// a flow has ended and there are no such bytes, the peer gave the flow up in its handshake, and makes it again.
     pub(crate) fn take_all(&self, flows: &[Purpose]) -> Option<Vec<SecureStream>> {
         let mut board = lock(&self.board);
         let flows: Vec<_> = flows.iter().map(|flow| flow.whenever()).collect();
@@ -181,7 +182,7 @@ impl Links {
         self.wait(deadline, |_| check().map(|()| None::<()>)).map(drop)
     }
 
-    /// Waits until `look` finds something on the board, which it sees at each change; `None` at the deadline.
+    /// Waits until `look`, which is called at each change of the board, returns something; `None` at the deadline.
     fn wait<T>(&self, deadline: Instant, mut look: impl FnMut(&mut Board) -> Result<Option<T>>) -> Result<Option<T>> {
         let mut board = lock(&self.board);
         loop {
@@ -199,17 +200,17 @@ impl Links {
         }
     }
 
-    /// Lets the control connection of `rank` be made anew.
+    /// Lets `rank` make its control connection anew.
     pub(super) fn forget_control(&self, rank: usize) {
         lock(&self.board).known.remove(&Purpose::Control { rank: rank as u32 });
     }
 
-    /// Notes that `group` is open here. Wakes `waker` when a connection for it arrives.
+    /// Notes that `group` is open on this rank. Wakes `waker` when a connection for the group arrives.
     pub(crate) fn open_group(&self, group: u64, waker: Weak<Waker>) {
         lock(&self.board).open_groups.insert(group, waker);
     }
 
-    /// Forgets the connections for a group that is gone, and closes those that were not claimed or are still to come.
+    /// Notes that `group` is closed on this rank. Closes its connections that are not claimed, or that arrive later.
     pub(crate) fn close_group(&self, group: u64) {
         let of_another = |purpose: &Purpose| !matches!(purpose, Purpose::Data { group: other, .. } if *other == group);
         let mut board = lock(&self.board);
@@ -218,7 +219,7 @@ impl Links {
         board.waiting.retain(|purpose, _| of_another(purpose));
     }
 
-    /// This rank has said goodbye: closes the connections for groups that are not open here, now and when they come.
+    /// Notes that this rank has said goodbye. Closes connections for groups that are not open here, also later ones.
     pub(super) fn leave(&self) {
         let mut board = lock(&self.board);
         board.left = true;
@@ -247,7 +248,7 @@ impl Links {
 
 impl Wake for Links {
     fn wake(&self) {
-        // Between a claimant's check and its wait the lock is held, so this cannot slip in between.
+        // A claiming thread holds this lock from its check until it waits, so the notification cannot get lost between.
         let _board = lock(&self.board);
         self.changed.notify_all();
     }
@@ -264,12 +265,12 @@ mod tests {
         let waker = Waker::new().unwrap().into();
         [7, 8].iter().for_each(|group| links.open_group(*group, std::sync::Arc::downgrade(&waker)));
         links.close_group(7);
-        // Lower, higher, and outside of the world.
+        // A lower rank, a higher one, and one outside of the world.
         let admitted =
             |group, opened| [0, 2, 3].map(|rank| links.admit(Purpose::Data { rank, group, flow: 0, opened }).is_ok());
         assert_eq!(admitted(7, true), [true, true, false]);
         assert_eq!(admitted(8, true), [false, true, false]);
-        // A group that other ranks are opening is to be opened here, too.
+        // A group that other ranks are opening will be opened on this rank, too.
         assert_eq!(admitted(9, false), [false, true, false]);
         assert!(links.admit(Purpose::Control { rank: 0 }).is_err());
     }
@@ -297,7 +298,7 @@ mod tests {
     fn a_client_whose_connection_was_reset_may_come_again() {
         let (links, purpose) = (Links::new(0, 2), Purpose::Data { rank: 1, group: 7, flow: 0, opened: false });
         let [listener, client] = SecureStream::pair(agreed()).unwrap();
-        // What the client leaves unread resets the connection.
+        // Bytes that the client leaves unread reset the connection.
         listener.socket().send(b"welcome").unwrap();
         drop(client);
         links.put(purpose, listener);
@@ -315,7 +316,7 @@ mod tests {
                 client
             })
         };
-        // A small message takes the first flow alone.
+        // A small message uses only the first flow.
         let [first, second] = clients(7);
         first.socket().send(b"x").unwrap();
         drop((first, second));
@@ -336,10 +337,10 @@ mod tests {
             links.put(Purpose::Data { rank: 1, group, flow: 0, opened }, listener);
             client
         };
-        // One stays open, as the first group of a job does.
+        // One group stays open, as the first group of a job does.
         for group in 0..10_001 {
             links.open_group(group, std::sync::Arc::downgrade(&waker));
-            // Each is one of a thousand, since its keys take time to agree.
+            // Only one group in a thousand gets connections, since their handshakes take time.
             let early = (group % 1000 == 1).then(|| connection(group, false));
             if group > 0 {
                 links.close_group(group);
