@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The time that `cargo build --bin mnist` takes from an empty target directory, beside that of a program of 40 lines on plain Burn (plain/):
-# same network, profile and versions, one after the other. Takes 10 to 20 minutes on 2 cores that have nothing else to do.
+# Compares the time of `cargo build --bin mnist` from an empty target directory with that of a program of 40 lines on plain Burn (plain/).
+# Both have the same network, profile and versions, and are built one after the other. Takes 10 to 20 minutes on 2 idle cores.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
@@ -9,7 +9,7 @@ export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0
 
 cp -r "$root/burn-ddp/bench/plain" "$work/plain"
 cp "$root/Cargo.lock" "$work/plain/"
-# The profiles, less those of packages that the plain program does not use.
+# The workspace's profiles, without those of packages that the plain program does not use.
 python3 - "$root/Cargo.toml" "$work/plain/Cargo.toml" <<'PY'
 import re, sys
 ours = open(sys.argv[1]).read()
@@ -19,7 +19,7 @@ PY
 cargo fetch --manifest-path "$work/plain/Cargo.toml" --quiet
 cargo fetch --manifest-path "$root/Cargo.toml" --quiet
 
-# measured NAME DIRECTORY ARGUMENTS…: prints wall seconds, CPU seconds, and those of burn-flex.
+# measured NAME DIRECTORY ARGUMENTS…: builds, and prints wall and CPU seconds, and the wall seconds of burn-flex.
 measured() {
   local name=$1
   cd "$2"

@@ -1,7 +1,7 @@
-"""A relay between machines: a TUN device in each network namespace, whose packets arrive after a delay.
+"""A relay between simulated machines: a TUN device in each network namespace, whose packets it delivers after a delay.
 
 Arguments: the delay in milliseconds, the name of the devices, the namespaces; machine n has the address 10.78.0.(n + 1).
-Prints a line once the devices are there, and ends with its standard input.
+Prints a line once it has made the devices, and ends when its standard input ends.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ LONGEST_PACKET = 65536
 
 
 def device(namespace, name):
-    """The end outside of a new device in the namespace."""
+    """Makes a TUN device in the namespace and returns its file descriptor, which this process holds outside of the namespace."""
     handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
@@ -46,7 +46,7 @@ def main(delay_ms, name, *namespaces):
                     packet = os.read(tun, LONGEST_PACKET)
                 except BlockingIOError:
                     break
-                # The last byte of an IPv4 destination says which machine it is.
+                # The last byte of the IPv4 destination is the machine's number + 1.
                 if packet[0] >> 4 == 4 and 1 <= packet[19] <= len(devices):
                     under_way.append((time.monotonic() + delay, devices[packet[19] - 1], packet))
         while under_way and under_way[0][0] <= time.monotonic():

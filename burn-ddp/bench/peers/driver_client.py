@@ -1,4 +1,4 @@
-"""What all scripts here have in common: they do what the driver says. See src/driver_protocol.rs for the lines."""
+"""The part that all scripts here share: executing the driver's commands. See src/driver_protocol.rs for the protocol."""
 
 import resource
 import socket
@@ -24,9 +24,10 @@ def timed(step, samples, per_sample, before_sample=lambda: None):
 
 
 def serve(path, rank, commands):
-    """Does what the driver at the socket `path` says until it says quit.
+    """Executes the commands of the driver at the socket `path` until `quit`.
 
-    `commands` are functions by name. Each gets the numbers of its line; what it returns stands behind `ok`, what it raises behind `error`.
+    `commands` maps names to functions. A function gets the numbers of its command's line. The answer is `ok` with the value that it
+    returns, or `error` with the exception that it raises.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(path)

@@ -1,4 +1,4 @@
-"""All-reduce with torch's gloo, told round by round what to do. See src/driver_protocol.rs for the lines.
+"""All-reduce with torch's gloo, in rounds that the driver commands. See src/driver_protocol.rs for the protocol.
 
 usage: gloo.py CONTROL_SOCKET STORE_FILE RANK WORLD DTYPE
 """

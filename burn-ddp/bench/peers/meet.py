@@ -1,4 +1,4 @@
-"""Joins a world of torch's gloo and leaves it, as often as told. See src/rendezvous.rs.
+"""Joins a world of torch's gloo and leaves it, as often as the driver commands. See src/rendezvous.rs.
 
 usage: meet.py CONTROL_SOCKET RANK WORLD
 """

@@ -1,4 +1,4 @@
-/* All-reduce with an installed MPI, told round by round what to do. See src/driver_protocol.rs for the lines.
+/* All-reduce with an installed MPI, in rounds that the driver commands. See src/driver_protocol.rs for the protocol.
  *
  * usage: mpirun -n WORLD mpi CONTROL_SOCKET DTYPE   (f32 or f64) */
 #include <mpi.h>
@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
         } else if (sscanf(line, "round %ld %ld %ld %ld %ld %ld", n, n + 1, n + 2, n + 3, n + 4, n + 5) == 6) {
             one_round(out, n[0], n[1], n[2], n[3], n[4], n[5]);
         } else {
-            fprintf(out, "error what is %s", line);
+            fprintf(out, "error unknown command %s", line);
         }
         fflush(out);
     }

@@ -26,7 +26,7 @@ driver, init_method = sys.argv[1], sys.argv[2]
 rank, world, what, side = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
 lines_fd, bucket_mb = int(sys.argv[7]), float(sys.argv[8])
 torch.set_num_threads(1)
-# As Burn's ranks choose theirs. Ranks may share a GPU.
+# The same choice of a device as in Burn's ranks. Ranks may share a GPU.
 gpus = torch.cuda.device_count() if os.environ.get("BURN_DEVICE") == "cuda" else 0
 device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
 torch.set_default_device(device)

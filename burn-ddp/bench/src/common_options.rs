@@ -1,4 +1,4 @@
-//! Options of all comparisons with peers.
+//! Options that the comparisons with peers share.
 
 use clap::Args;
 
@@ -7,7 +7,7 @@ use crate::contender::Programs;
 /// Options that sub-commands share.
 #[derive(Args, Debug)]
 pub(crate) struct CommonOptions {
-    /// Prints one JSON object a line instead of a table.
+    /// Prints one JSON object per line instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! The processes of a contender, as the driver sees them.
+//! The processes of a contender, from the driver's side: started, sent commands, and ended.
 
 use std::any::Any;
 use std::fs::{self, File};
@@ -14,16 +14,16 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::driver_protocol::{Lines, RankTimes, RoundPlan};
 
-/// Time for all ranks to say hello: torch takes seconds to load, and more where processes outnumber cores.
+/// Longest time until all ranks have sent `hello`: torch takes seconds to load, and more if processes outnumber cores.
 const START: Duration = Duration::from_secs(120);
-/// Time for a round.
+/// Longest time until a rank answers a command, such as a round.
 const ROUND: Duration = Duration::from_secs(120);
-/// Time for processes to end by themselves.
+/// Longest time for processes to end by themselves.
 const FAREWELL: Duration = Duration::from_secs(3);
-/// Time for processes to end after a signal.
+/// Time for a process to end after SIGTERM.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// The ranks of a contender, which wait for the driver's orders.
+/// The ranks of a contender, which wait for the driver's commands.
 pub(crate) struct Team {
     name: String,
     members: Vec<Lines>,
@@ -64,10 +64,12 @@ impl Scratch {
 }
 
 impl Team {
-    /// Runs `commands`, which start `world` ranks in total, and waits until each has said hello on [`Scratch::socket`].
+    /// Runs `commands`, which start `world` ranks in total, and waits until each has sent `hello` on
+    /// [`Scratch::socket`].
     ///
     /// # Errors
-    /// If a command cannot be run or ends early, or the ranks do not come; with the last lines that they wrote.
+    /// If a command cannot be run or ends early, or ranks do not connect in time. The error has the last lines that the
+    /// processes wrote.
     pub(crate) fn start(
         name: &str,
         world: usize,
@@ -97,9 +99,10 @@ impl Team {
                 stream.set_nonblocking(false)?;
                 let mut lines = Lines::new(stream);
                 lines.set_patience(START)?;
-                let hello = lines.hear()?.context("a rank left without a word")?;
-                let rank: usize = hello.strip_prefix("hello ").context("not a hello")?.trim().parse()?;
-                *arrived.get_mut(rank).context("a rank of another world")? = Some(lines);
+                let hello = lines.hear()?.context("a rank closed its connection before `hello`")?;
+                let rank: usize =
+                    hello.strip_prefix("hello ").context("a rank did not send `hello`")?.trim().parse()?;
+                *arrived.get_mut(rank).with_context(|| format!("rank {rank} in a world of {world}"))? = Some(lines);
                 continue;
             }
             for child in &mut self.children {
@@ -108,7 +111,7 @@ impl Team {
                 }
             }
             if Instant::now() > deadline {
-                bail!("only {} of {world} ranks came", arrived.iter().flatten().count());
+                bail!("only {} of {world} ranks connected in time", arrived.iter().flatten().count());
             }
             thread::sleep(Duration::from_millis(5));
         }
@@ -160,7 +163,7 @@ impl Team {
     fn hear_all(&mut self) -> Result<Vec<String>> {
         let mut answers = Vec::with_capacity(self.members.len());
         for (rank, member) in self.members.iter_mut().enumerate() {
-            let answer = member.hear()?.with_context(|| format!("rank {rank} is gone"))?;
+            let answer = member.hear()?.with_context(|| format!("rank {rank} has closed its connection"))?;
             if let Some(message) = answer.strip_prefix("error ") {
                 bail!("rank {rank}: {message}");
             }
@@ -197,7 +200,7 @@ impl Drop for Team {
             thread::sleep(Duration::from_millis(10));
         }
         for child in &mut self.children {
-            // Launchers end their ranks on SIGTERM, and cannot on SIGKILL.
+            // SIGTERM first: after it a launcher such as mpirun ends its ranks, which it cannot after SIGKILL.
             let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
             if child.try_wait().is_ok_and(|status| status.is_none())
                 && let Some(pid) = pid

@@ -1,4 +1,4 @@
-//! `curves`: losses and speed of the same training on one rank and on several.
+//! `curves`: losses and speed of one training on several numbers of ranks.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -26,17 +26,17 @@ pub(crate) struct Curves {
     /// Passes over the training data.
     #[arg(long, default_value_t = 6)]
     epochs: usize,
-    /// Number of rounds, in each of which every number of ranks has a turn; losses are the same in each, speeds are
-    /// medians.
+    /// Number of rounds, in each of which every number of ranks trains once. The losses must be the same in each round;
+    /// speeds are medians.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Trainer program [default: the `mnist` beside this program].
+    /// Trainer program [default: `mnist` in the directory of this program].
     #[arg(long, value_name = "FILE")]
     mnist: Option<PathBuf>,
     /// Draws loss by epoch into this SVG file.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
-    /// Prints one JSON object a line instead of a table.
+    /// Prints one JSON object per line instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -113,7 +113,7 @@ impl Curves {
     fn train(&self, world: usize, curve: &mut Curve) -> Result<()> {
         ensure!(
             world > 0 && self.global_batch.is_multiple_of(world),
-            "{} items cannot be divided by {world} ranks",
+            "a global batch of {} items cannot be divided among {world} ranks",
             self.global_batch
         );
         let scratch = Scratch::new()?;
@@ -145,7 +145,11 @@ impl Curves {
         let number = |name: &str| summary[name].as_f64().with_context(|| format!("no {name} in the summary"));
         let loss = summary["train_loss"].as_array().context("no train_loss in the summary")?;
         let loss: Vec<f64> = loss.iter().filter_map(Value::as_f64).collect();
-        ensure!(curve.loss.is_empty() || curve.loss == loss, "{world} ranks, two runs: {:?} and {loss:?}", curve.loss);
+        ensure!(
+            curve.loss.is_empty() || curve.loss == loss,
+            "two runs on {world} ranks differ in their losses: {:?}, {loss:?}",
+            curve.loss
+        );
         curve.loss = loss;
         curve.accuracy = number("test_accuracy")?;
         curve.speeds.push(number("samples_per_second")?);

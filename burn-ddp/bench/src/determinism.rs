@@ -1,4 +1,4 @@
-//! `determinism`: comparison of the bits of results while ranks arrive in random order.
+//! `determinism`: compares the bits of results while ranks arrive in random order.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,9 @@ use crate::table::Table;
 
 /// Checks that results have the same bits whatever the order of arrival.
 ///
-/// Computes sums, means and weighted means of random floats in buckets of six sizes, each after a random pause on each
-/// rank, and compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
+/// Computes sums, means and weighted means of random floats in buckets of six sizes. Each rank pauses for a random time
+/// before its first calls. Compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes, and
+/// fails if any differ.
 #[derive(Args, Debug)]
 pub(crate) struct Determinism {
     /// Engines to compare.
@@ -60,7 +61,7 @@ impl Determinism {
         Ok(())
     }
 
-    /// Number of occurrences of each result.
+    /// Number of occurrences of each digest.
     fn digests(&self, world: usize, dtype: DType) -> Result<BTreeMap<String, usize>> {
         let mut found = BTreeMap::new();
         for contender in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {

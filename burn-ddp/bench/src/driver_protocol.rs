@@ -4,14 +4,14 @@
 //! | driver | rank | |
 //! |---|---|---|
 //! | | `hello RANK` | once, when it is ready |
-//! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each; of 0 bytes, steps are barriers |
-//! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, checks |
-//! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far, of ranks that train |
-//! | `digest RUN PAUSE_US` | `ok DIGEST` | digest of random sums, of ranks of our engines |
-//! | `quit` | | |
+//! | `prepare BYTES COUNT` | `ok` | allocates COUNT buffers of BYTES each; with 0 bytes, steps are barriers |
+//! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, then checks the results |
+//! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far; sent only to ranks that train |
+//! | `digest RUN PAUSE_US` | `ok DIGEST` | digest of random sums; sent only to ranks of this project's engines |
+//! | `quit` | | the rank ends |
 //!
-//! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b
-//! + COUNT`, … Before each sample LATE_RANK (-1: none) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
+//! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`,
+//! `b + COUNT`, … Before each sample LATE_RANK (-1: none) sleeps LATE_US. A rank that fails answers `error MESSAGE`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ pub(crate) struct Lines {
 pub(crate) struct RankTimes {
     /// CPU time of the timed steps.
     pub(crate) cpu_ns: f64,
-    /// Per sample, the mean of its steps.
+    /// Per sample, the mean time of its steps.
     pub(crate) ns: Vec<f64>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct RoundPlan {
     pub(crate) samples: usize,
     /// Steps between two readings of the clock.
     pub(crate) per_sample: usize,
-    /// Steps before the first.
+    /// Steps before the first sample.
     pub(crate) warmup: usize,
     /// Rank that comes late to each sample, and its delay.
     pub(crate) late: Option<(usize, Duration)>,
@@ -82,7 +82,7 @@ impl Lines {
 }
 
 impl RoundPlan {
-    /// Number of steps, with those before the first sample and the one behind the last.
+    /// Number of all steps: the warm-up, the samples, and the checked step at the end.
     pub(crate) fn steps(&self) -> usize {
         self.warmup + self.samples * self.per_sample + 1
     }

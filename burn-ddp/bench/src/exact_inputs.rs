@@ -1,13 +1,13 @@
-//! Inputs whose sums are known: small whole numbers that encode rank, place and round, exact in every dtype.
+//! Inputs whose sums are known: small whole numbers that encode rank, position and round, exact in every dtype.
 
 use anyhow::{Result, bail};
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
 
-/// Elements until the pattern repeats: a prime, so that a part of a buffer in the wrong place is noticed.
+/// Elements until the pattern repeats: a prime, so that a part of a buffer at the wrong position shows as a wrong sum.
 const PERIOD: usize = 1021;
 
-/// A period of a buffer, as bytes.
+/// One period of the pattern, as bytes.
 pub(crate) struct Pattern {
     bytes: Vec<u8>,
     size_bytes: usize,
@@ -18,7 +18,7 @@ pub(crate) fn input(dtype: DType, rank: usize, seed: u64) -> Pattern {
     Pattern::of(dtype, |i| value(i, rank, seed))
 }
 
-/// The sum over `world` ranks after `uses` reductions of the same buffer in place; `None` if it need not be exact.
+/// The sum over `world` ranks after `uses` reductions of the same buffer in place; `None` if it may not be exact.
 pub(crate) fn sum(dtype: DType, world: usize, seed: u64, uses: usize) -> Option<Pattern> {
     if uses == 0 || (uses > 1 && !world.is_power_of_two()) {
         return None;
@@ -45,15 +45,17 @@ impl Pattern {
         Pattern { bytes, size_bytes: dtype.size_bytes() }
     }
 
-    /// Repeats it over `buffer`.
+    /// Fills `buffer` with repetitions of the pattern.
     pub(crate) fn fill(&self, buffer: &mut [u8]) {
         for chunk in buffer.chunks_mut(self.bytes.len()) {
             chunk.copy_from_slice(&self.bytes[..chunk.len()]);
         }
     }
 
+    /// Compares `buffer` with repetitions of the pattern.
+    ///
     /// # Errors
-    /// The first element of `buffer` that differs.
+    /// Names the first element that differs.
     pub(crate) fn check(&self, buffer: &[u8]) -> Result<()> {
         for (nth, chunk) in buffer.chunks(self.bytes.len()).enumerate() {
             if chunk != &self.bytes[..chunk.len()] {
@@ -68,14 +70,14 @@ impl Pattern {
 /// The dtype of a name on the command line.
 ///
 /// # Errors
-/// A sentence that lists the names.
+/// A message that lists the names.
 pub(crate) fn parse_dtype(name: &str) -> Result<DType, String> {
     match name {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::BF16),
         "f64" => Ok(DType::F64),
-        _ => Err("one of f32, f16, bf16, f64".into()),
+        _ => Err("expected f32, f16, bf16 or f64".into()),
     }
 }
 

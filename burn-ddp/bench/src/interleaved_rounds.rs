@@ -1,4 +1,4 @@
-//! Rounds of several contenders, interleaved: in each round each contender does one size in turn, so that a disturbance
+//! Interleaved rounds of several contenders: in each round the contenders take turns at one size, so that a disturbance
 //! hits all alike. Ratios are medians over rounds of the quotient within a round.
 
 use std::time::Instant;
@@ -29,14 +29,14 @@ pub(crate) struct Effort {
     pub(crate) per_sample: Option<usize>,
 }
 
-/// The contenders that could be started.
+/// The contenders of a comparison that could be started.
 pub(crate) struct Field<'a> {
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     machines: Option<&'a Machines>,
     pub(crate) neighbours: Option<&'a Neighbours>,
     entrants: Vec<(Contender, Team)>,
-    /// Number of rounds so far, which decides which contender is first in a round.
+    /// Number of rounds so far. It decides which contender is first in the next round.
     rounds: usize,
 }
 
@@ -52,7 +52,8 @@ pub(crate) struct Timing {
     pub(crate) cpu: Vec<f64>,
     /// Per round, bytes per step that the busiest machine sends; empty on one machine.
     pub(crate) sent: Vec<f64>,
-    /// Bytes that the busiest machine sends before the first step: a trainer wraps its model there.
+    /// Bytes that the busiest machine sends in `prepare`, before the first step: a trainer wraps its model there.
+    /// `None` on one machine.
     pub(crate) sent_before: Option<f64>,
 }
 
@@ -68,7 +69,7 @@ impl<'a> Field<'a> {
             match start(contender, setting) {
                 Ok(team) => field.entrants.push((contender, team)),
                 Err(error) if contender.is_ours() => return Err(error),
-                Err(error) => eprintln!("left out: {contender}: {error:#}"),
+                Err(error) => eprintln!("{contender} is left out: {error:#}"),
             }
         }
         Ok(field)
@@ -82,7 +83,7 @@ impl<'a> Field<'a> {
         self.measure_of(bytes, buffers(bytes, self.world), effort)
     }
 
-    /// Runs all rounds of one size with `count` buffers, tensors or items, by kind of contender.
+    /// Runs all rounds of one size with `count` buffers, or, for trainers, tensors or items.
     pub(crate) fn measure_of(&mut self, bytes: usize, count: usize, effort: &Effort) -> Result<Vec<Timing>> {
         let contenders: Vec<Contender> = self.entrants.iter().map(|(contender, _)| *contender).collect();
         self.measure_these(&contenders, (bytes, count), effort)
@@ -157,12 +158,12 @@ impl<'a> Field<'a> {
         Ok(busiest.map(|bytes| bytes as f64))
     }
 
-    /// Goes on without `contender`, unless it is this project's.
+    /// Leaves out `contender` after `error`; a contender of this project must not fail, so its error is returned.
     fn leave_out(&mut self, contender: Contender, error: anyhow::Error) -> Result<()> {
         if contender.is_ours() {
             return Err(error);
         }
-        eprintln!("goes on without {contender}: {error:#}");
+        eprintln!("{contender} failed and is left out from now on: {error:#}");
         self.dismiss(contender);
         Ok(())
     }
@@ -178,7 +179,7 @@ impl<'a> Field<'a> {
     }
 }
 
-/// Runs all rounds of one size in several fields, which take turns a round at a time. `bytes` has an entry per field.
+/// Runs all rounds of one size in several fields, which take turns after each round. `bytes` has an entry per field.
 pub(crate) fn interleave(fields: &mut [Field<'_>], bytes: &[usize], effort: &Effort) -> Result<Vec<Vec<Timing>>> {
     if let [field] = fields {
         return Ok(vec![field.measure(bytes[0], effort)?]);
@@ -198,17 +199,18 @@ pub(crate) fn interleave(fields: &mut [Field<'_>], bytes: &[usize], effort: &Eff
     Ok(all)
 }
 
-/// Number of buffers that a rank uses in turn: together they are more than twice the last cache, unless they are tiny.
+/// Number of buffers that a rank uses in turn. Together they are more than twice the last-level cache, unless buffers
+/// are tiny.
 fn buffers(bytes: usize, world: usize) -> usize {
     let least = if bytes > 64 << 20 { 2 } else { 4 };
     (2 * machine::last_level_cache_bytes()).div_ceil(bytes.max(1) * world).clamp(least, 64)
 }
 
-/// Plan of a round with as many steps as fit, by the time of a few.
+/// Plan of a round with as many steps as fit into a turn, estimated from the time of a few steps.
 fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
     let mut plan = RoundPlan { seed: 0, samples: 1, per_sample: 1, warmup: 2, late: None };
     let mut step_ns = f64::INFINITY;
-    // Short steps are timed by the dozen, once they are known to be short.
+    // Several steps are timed together if single ones are too short for the clock.
     for per_sample in [1, 20, 400] {
         plan.per_sample = per_sample;
         let start = Instant::now();
@@ -262,7 +264,7 @@ impl Timing {
         stats::median(&self.medians) / 1e3
     }
 
-    /// Microseconds of a step in the best round: about the time on a machine without other work.
+    /// Microseconds of a step in the fastest round: about the time on a machine without other work.
     pub(crate) fn best_us(&self) -> f64 {
         stats::percentile(&self.medians, 0.0) / 1e3
     }

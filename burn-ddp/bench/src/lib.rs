@@ -2,10 +2,10 @@
 //!
 //! | | file |
 //! |---|---|
-//! | what a command measures | the file of its name: `all_reduce`, `step`, `loading`, `rendezvous`, `determinism`, `timeline_plot` |
-//! | who is measured | `contender` (starts ranks and peers), `contender_ranks`, `rank` (inside of a rank), `simulated_machines`, `neighbours` |
-//! | how they take turns | `driver_protocol`, `interleaved_rounds`, `spin_barrier` |
-//! | what is shown | `stats`, `table`, `curves`, `plot` |
+//! | sub-commands | the files of their names: `all_reduce`, `step`, `curves`, `loading`, `rendezvous`, `determinism`, `timeline_plot` |
+//! | contenders and their surroundings | `contender` (starts ranks and peers), `contender_ranks`, `rank` (inside of a rank), `simulated_machines`, `neighbours` |
+//! | turns of the contenders | `driver_protocol`, `interleaved_rounds`, `spin_barrier` |
+//! | results | `stats`, `table`, `plot` |
 #![deny(unsafe_code)]
 
 mod all_reduce;
@@ -36,9 +36,9 @@ use clap::{Parser, Subcommand};
 
 /// Measures burn-ddp next to its peers and to the hardware's limits.
 ///
-/// Contenders are real processes that take turns in interleaved rounds, so that noise hits all alike; results are
-/// checked in every round. Trust ratios within one run: absolute times differ from run to run by up to two times on
-/// shared machines.
+/// Contenders (engines, peers, limits) are real processes that take turns in interleaved rounds, so that noise hits all
+/// alike; every round checks the results. Trust ratios within one run: on shared machines, absolute times of two runs
+/// can differ by a factor of two.
 #[derive(Parser)]
 #[command(version, propagate_version = false)]
 struct Cli {
@@ -76,7 +76,7 @@ enum Bench {
 ///
 /// # Errors
 ///
-/// A contender of ours that fails, wrong results, files that cannot be written.
+/// If a contender of this project fails, results are wrong, or files cannot be written.
 pub fn main() -> anyhow::Result<()> {
     match Cli::parse().bench {
         Bench::AllReduce(bench) => bench.run(),

@@ -14,21 +14,21 @@ use clap::Args;
 use crate::machine::describe;
 use crate::table::Table;
 
-/// Batches whose reading is left out of the times.
+/// Number of steps at the beginning that are not timed.
 const WARM_UP: usize = 5;
 
 /// Measures a training step with a slow dataset, by the number of workers that read ahead.
 ///
-/// Reading an item is a wait, as for a disk or a network. Ranks are threads.
+/// Reading an item sleeps, as if it waited for a disk or a network. Ranks are threads.
 #[derive(Args, Debug)]
 pub(crate) struct Loading {
     /// Number of ranks.
     #[arg(long, default_value_t = 1)]
     world: usize,
-    /// Numbers of workers.
+    /// Numbers of workers per rank.
     #[arg(long, value_delimiter = ',', default_value = "0,1,2,4")]
     workers: Vec<usize>,
-    /// Time to read an item, in microseconds. 0 shows the time of computing alone.
+    /// Times to read an item, in microseconds; with 0, the step only computes.
     #[arg(long, value_delimiter = ',', default_value = "0,500,1000,4000")]
     item_us: Vec<u64>,
     /// Items of a batch.

@@ -8,7 +8,7 @@ pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Bytes of the largest cache, or a common size where the system does not say.
+/// Bytes of the largest cache; a common size if the system does not report it.
 pub(crate) fn last_level_cache_bytes() -> usize {
     let size = |index: u32| -> Option<usize> {
         let text = fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size")).ok()?;
@@ -54,7 +54,7 @@ pub(crate) fn cpu_ns(of: Cpu) -> u64 {
     }
 }
 
-/// Owner of a CPU time.
+/// Threads whose CPU time is read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Cpu {
     /// The calling thread.
@@ -66,23 +66,23 @@ pub(crate) enum Cpu {
 /// Resources that a process has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Memory that is present, including all that it shares with other processes.
+    /// Resident memory, including memory shared with other processes.
     pub(crate) rss_bytes: u64,
-    /// The same, with shared memory divided among the processes that share it.
+    /// Resident memory, with shared memory divided among the processes that share it.
     pub(crate) pss_bytes: u64,
     /// Page faults so far.
     pub(crate) faults: u64,
 }
 
 impl Usage {
-    /// Usage of this process; 0 where the system does not say.
+    /// Usage of this process; 0 for numbers that the system does not report.
     pub(crate) fn here() -> Usage {
         let rollup = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
         let kib = |name: &str| -> u64 {
             let line = rollup.lines().find_map(|line| line.strip_prefix(name));
             line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0)
         };
-        // The name of the program, in parentheses, may contain spaces; minor faults are the eighth number behind it.
+        // The program's name, in parentheses, may contain spaces; minor faults are the eighth field behind it.
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
         let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
         let faults = fields.split_whitespace().nth(7).and_then(|number| number.parse().ok()).unwrap_or(0);

@@ -1,4 +1,5 @@
-//! Programs that compute beside the ranks, each in a session of its own, as those of other users are.
+//! Neighbours: programs that compute while the ranks are measured, each in a session of its own, as programs of other
+//! users are.
 
 use std::process::{Child, Command, Stdio};
 
@@ -6,32 +7,32 @@ use anyhow::{Context, Result};
 use clap::Args;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Neighbours of the ranks.
+/// Options for neighbours of the ranks.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct NeighbourOptions {
-    /// Takes each measurement a second time beside this number of programs that compute without a pause, each in a
-    /// session of its own. `taskset -c 0,1 burn-ddp-bench …` leaves ranks and neighbours two cores.
+    /// Repeats each measurement while this number of programs compute without a pause, each in a session of its own.
+    /// `taskset -c 0,1 burn-ddp-bench …` limits ranks and neighbours to two cores.
     #[arg(long, default_value_t = 0, value_name = "PROGRAMS", conflicts_with_all = ["oversubscribe", "scaling"])]
     neighbours: usize,
-    /// Niceness of these programs and of their sessions.
+    /// Niceness of the neighbours and of their sessions.
     #[arg(long, default_value_t = 0, requires = "neighbours", allow_negative_numbers = true)]
     neighbour_nice: i8,
-    /// Runs these programs only where a core is idle (`SCHED_IDLE`): they give way at once. Programs of niceness 19 get
-    /// little time, but the kernel does not take their core for a free one, and wakes ranks beside each other.
+    /// Runs the neighbours only on idle cores (`SCHED_IDLE`), so that they give way to ranks at once. Programs of
+    /// niceness 19 also get little time, but the kernel counts their core as busy and wakes two ranks on one core.
     #[arg(long, requires = "neighbours", conflicts_with = "neighbour_nice")]
     neighbour_idle: bool,
 }
 
-/// The programs, stopped until they are [woken](Self::wake). Dropping it ends them.
+/// The neighbours. They are stopped until [`wake`](Self::wake), and ended on drop.
 pub(crate) struct Neighbours {
     children: Vec<Child>,
 }
 
-/// Lets the neighbours compute until it is dropped.
+/// Guard: the neighbours compute until it is dropped.
 pub(crate) struct Awake<'a>(&'a Neighbours);
 
 impl NeighbourOptions {
-    /// The neighbours, if they were asked for.
+    /// Starts the neighbours; `None` if the options ask for none.
     ///
     /// # Errors
     /// If a program cannot be started.
@@ -43,7 +44,7 @@ impl NeighbourOptions {
             let text = format!("echo {nice} 2>/dev/null >/proc/$$/autogroup; while :; do :; done");
             let nice = nice.to_string();
             let policy = if self.neighbour_idle { "--idle" } else { "--other" };
-            // They end with this process, even where it is killed.
+            // The programs end with this process, even if it is killed.
             let mut command = Command::new("setpriv");
             command.args(["--pdeathsig", "KILL", "setsid", "chrt", policy, "0", "nice", "-n", &nice]);
             command.args(["sh", "-c", &text]);
@@ -62,7 +63,7 @@ impl Neighbours {
         self.children.len()
     }
 
-    /// Lets them compute.
+    /// Lets the neighbours compute until the guard is dropped.
     pub(crate) fn wake(&self) -> Awake<'_> {
         self.send(Signal::CONT);
         Awake(self)

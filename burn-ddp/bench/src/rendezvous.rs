@@ -1,4 +1,4 @@
-//! `rendezvous`: time until all ranks have joined, from the last rank's arrival.
+//! `rendezvous`: time from the last rank's arrival until all ranks have joined.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -19,8 +19,8 @@ use crate::machine::describe;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
 
-/// Time until all ranks have joined and have a group, from the moment the last one begins to join; against torch's
-/// `init_process_group` with its TCPStore.
+/// Time from the moment at which the last rank begins to join until all ranks have joined and have a group. Compares
+/// with torch's `init_process_group` and its TCPStore.
 #[derive(Args, Debug)]
 pub(crate) struct Rendezvous {
     /// Engine of the group.
@@ -29,10 +29,10 @@ pub(crate) struct Rendezvous {
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_value = "2,8,32")]
     worlds: Vec<usize>,
-    /// Number of times each world meets.
+    /// Number of times that each world meets.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Delay of the last rank, in milliseconds: until all others have joined.
+    /// Delay of the last rank, in milliseconds; long enough that all others wait for it.
     #[arg(long, default_value_t = 700)]
     settle_ms: u64,
     /// Leaves torch out.
@@ -110,7 +110,7 @@ impl Rendezvous {
             let commands = (0..world).map(command).collect();
             Team::start("torch", world, scratch, commands, Vec::new())
         };
-        start().inspect_err(|error: &anyhow::Error| eprintln!("left out: torch: {error:#}")).ok()
+        start().inspect_err(|error: &anyhow::Error| eprintln!("torch is left out: {error:#}")).ok()
     }
 
     /// Nanoseconds from the last rank's order to join until all ranks have joined.
@@ -131,9 +131,9 @@ fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// A rank of ours: serves the driver until it says quit.
+/// A rank of this project: executes the driver's commands until `quit`.
 pub(crate) fn meet(args: &MeetArgs) -> Result<()> {
-    let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
+    let env = LaunchEnv::detect()?.context("no launcher's environment variables are set")?;
     let options = WorldOptions::from_env()?;
     let mut lines = Lines::connect(&args.control)?;
     lines.say(&format!("hello {}", env.rank))?;
@@ -151,7 +151,7 @@ pub(crate) fn meet(args: &MeetArgs) -> Result<()> {
                 Ok(())
             }
             ["quit"] => break,
-            _ => bail!("what is {line:?}?"),
+            _ => bail!("unknown command {line:?} from the driver"),
         };
         let answer = answer.map_or_else(|error| format!("error {error}").replace('\n', " "), |()| "ok".to_owned());
         lines.say(&answer)?;

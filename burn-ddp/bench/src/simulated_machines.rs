@@ -1,5 +1,5 @@
-//! Several "machines" on this one: network namespaces, each with a cable of limited speed to a switch, or with a device
-//! behind which a relay delays packets.
+//! Several simulated machines on this one: network namespaces, each with a cable of limited speed to a switch, or each
+//! with a network device whose packets a relay delays.
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -15,23 +15,23 @@ use burn_ddp_comm::{LaunchEnv, Meeting};
 
 /// Name of the cable on each machine.
 pub(crate) const CABLE: &str = "cable";
-/// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
+/// Bytes that may pass at once: as many as pass between two timer ticks at a few Gbit/s.
 const BURST: &str = "512kb";
 /// Bytes of one flow that may pass at once.
 const FLOW_BURST: &str = "64kb";
-/// Classes of flows: enough that flows of the same machines are in different ones.
+/// Number of traffic classes for flows, large enough that flows between the same machines get different classes.
 const FLOW_CLASSES: u32 = 1024;
-/// Number of the first of them.
+/// Number of the first of these classes.
 const FIRST_CLASS: u32 = 0x10;
-/// The congestion control that each kernel has. It fills a cable that loses nothing, as the usual `cubic` does; `bbr`,
+/// A congestion control that every kernel has. Like the usual `cubic`, it fills a cable that loses no packets; `bbr`,
 /// the default of some systems, paces each connection by its own estimate and leaves a part of the cable unused.
 const CONGESTION_CONTROL: &str = "reno";
-/// Relay of machines with a delay between them; needs Python.
+/// Program that delays packets between machines; needs Python.
 const RELAY: &str = include_str!("../peers/delay_relay.py");
-/// First port of the meetings; all ports above are free in namespaces of our own.
+/// First port of the rendezvous; the ports above it are free, since the namespaces are new.
 const FIRST_PORT: u16 = 29_400;
 
-/// Limits of a machine's cable each way; 0 for none.
+/// Limits of a machine's cable in each direction; 0 for no limit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cable {
     pub(crate) gbit: f64,
@@ -39,33 +39,34 @@ pub(crate) struct Cable {
     pub(crate) flow_mbit: f64,
 }
 
-/// Machines and their cables. Dropping it removes them.
+/// Machines and their cables, removed on drop.
 pub(crate) struct Machines {
-    /// Names of the namespaces: the machines', and last the switch's.
+    /// Names of the namespaces: one for each machine, and last the switch's.
     namespaces: Vec<String>,
     /// Process that delays packets.
     relay: Option<Child>,
     /// Machine of each rank.
     machine_of: Vec<usize>,
-    /// Port of the next meeting: ranks of several contenders live side by side.
+    /// Port of the next rendezvous: ranks of several contenders run at the same time, and need a port each.
     port: Cell<u16>,
 }
 
 impl Machines {
-    /// Machines of ranks, by rank, with such cables.
+    /// Machines connected by `cable`s; `machine_of` is the machine of each rank.
     ///
     /// # Errors
-    /// If this process has not root's rights, or `ip` or `tc` is missing.
+    /// If this process lacks root's rights, or `ip` or `tc` is missing.
     pub(crate) fn new(machine_of: Vec<usize>, cable: Cable) -> Result<Machines> {
         let machines = Machines::unconnected(machine_of)?;
         machines.connect(cable)?;
         Ok(machines)
     }
 
-    /// Machines of ranks, by rank, between which each packet takes `delay`; their cables have no limit.
+    /// Machines between which each packet takes `delay`, without a limit of speed; `machine_of` is the machine of each
+    /// rank.
     ///
     /// # Errors
-    /// If this process has not root's rights, or `ip` or Python is missing.
+    /// If this process lacks root's rights, or `ip` or Python is missing.
     pub(crate) fn with_delay(machine_of: Vec<usize>, delay: Duration) -> Result<Machines> {
         let mut machines = Machines::unconnected(machine_of)?;
         let relay = Command::new("python3")
@@ -74,7 +75,7 @@ impl Machines {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("cannot run python3, which delays packets")?;
+            .context("cannot run python3, which is needed to delay packets")?;
         let ready = machines.relay.insert(relay).stdout.take().map(|out| BufReader::new(out).lines().next());
         if !matches!(ready, Some(Some(Ok(_)))) {
             bail!("the relay that delays packets does not start");
@@ -86,10 +87,10 @@ impl Machines {
         Ok(machines)
     }
 
-    /// Machines of ranks, by rank, and a switch, without cables.
+    /// Machines and a switch without cables between them; `machine_of` is the machine of each rank.
     fn unconnected(machine_of: Vec<usize>) -> Result<Machines> {
         let count = machine_of.iter().max().map_or(0, |last| last + 1);
-        // From here on, dropping the machines cleans up.
+        // If a command below fails, the drop of `machines` removes the namespaces that were made.
         let port = Cell::new(FIRST_PORT);
         let mut machines = Machines { namespaces: Vec::new(), relay: None, machine_of, port };
         for nth in 0..=count {
@@ -150,13 +151,13 @@ impl Machines {
         placed
     }
 
-    /// Options of `mpirun` for these machines, of which it runs on the first rank's. Writes `agent`, a program in the
-    /// place of `ssh`.
+    /// Options for `mpirun`, which itself must run on rank 0's machine. Writes the program `agent`, which `mpirun` uses
+    /// in the place of `ssh`.
     ///
     /// # Errors
     /// If `agent` cannot be written.
     pub(crate) fn mpirun(&self, agent: &Path) -> Result<Vec<String>> {
-        // Open MPI has files on each machine, with the machine's name in theirs.
+        // Open MPI keeps files in each machine's /tmp, named after the machine: here all share it, so each gets a name.
         let text = format!(
             "#!/bin/sh\n\
              while :; do case $1 in -*) shift ;; *) break ;; esac; done\n\
@@ -171,8 +172,8 @@ impl Machines {
         let map = if self.machine_of.is_sorted() { "slot" } else { "node" };
         let hosts = hosts.join(",");
         let mut words = vec!["--host", &hosts, "--map-by", map, "--bind-to", "none"];
-        let agent = agent.to_str().context("a path in UTF-8")?;
-        // Ranks of all machines share the cores of this one: they must yield.
+        let agent = agent.to_str().context("the path of the temporary directory is not UTF-8")?;
+        // The ranks of all machines share the cores of this one, so they must yield while they wait.
         let settings = [
             ("plm_rsh_agent", agent),
             ("pml", "ob1"),
@@ -185,7 +186,7 @@ impl Machines {
         Ok(words.into_iter().map(str::to_owned).collect())
     }
 
-    /// Variables of the ranks, which meet on rank 0's machine.
+    /// Variables of each rank; the ranks meet on rank 0's machine.
     pub(crate) fn envs(&self, job: &str) -> Vec<LaunchEnv> {
         let port = self.port.replace(self.port.get() + 1);
         let meeting = Meeting::Rank0 { host: host(self.machine_of[0]), port };
@@ -214,7 +215,7 @@ impl Machines {
     }
 }
 
-/// Namespace of a machine.
+/// Name of a machine's namespace.
 fn namespace(nth: impl Display) -> String {
     format!("bdb{}-{nth}", std::process::id())
 }
@@ -230,8 +231,8 @@ fn pace(namespace: &str, interface: &str, gbit: f64) -> Result<()> {
     run("ip", &[&["netns", "exec", namespace, "tc"], &shape[..]].concat()).map(drop)
 }
 
-/// Gives each flow that leaves a machine a class with a limit of its own, under the limit of the cable. The class is
-/// the sum of the ports, as the ports of one end are all alike.
+/// Gives each flow that leaves a machine a traffic class with a limit of its own, within the limit of the cable. The
+/// class follows from the sum of both ports, since one end of several flows may have the same port.
 fn limit_flows(machine: &str, interface: &str, gbit: f64, flow_mbit: f64) -> Result<()> {
     let cable = if gbit > 0.0 { gbit * 1000.0 } else { 1e5 };
     let mut script = format!(
@@ -244,7 +245,7 @@ fn limit_flows(machine: &str, interface: &str, gbit: f64, flow_mbit: f64) -> Res
              burst {FLOW_BURST} quantum 60000\n"
         );
     }
-    // Both ports, behind the headers of Ethernet and IPv4; their sum; the class.
+    // Loads both ports behind the headers of Ethernet and IPv4, adds them, and computes the class from the sum.
     let program = [
         "40 0 0 34".to_owned(),
         "7 0 0 0".to_owned(),
@@ -293,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_placed_command_keeps_the_changes_of_its_environment() {
-        // Of a name that no namespace has.
+        // Names that no namespace has, so that the drop removes none.
         let namespaces = vec!["burn-ddp-no-machine".to_owned(), "burn-ddp-no-switch".to_owned()];
         let machines = Machines { namespaces, relay: None, machine_of: vec![0], port: Cell::new(FIRST_PORT) };
         let placed = machines.place(0, Command::new("rank").arg("--fast").env("SET", "1").env_remove("REMOVED"));

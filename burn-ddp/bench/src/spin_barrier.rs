@@ -1,4 +1,5 @@
-//! A spin barrier over counters in memory that processes share, for the contenders that stand for the hardware.
+//! A spin barrier over counters in shared memory of processes, for the hardware's limits and for trainers that reduce
+//! nothing.
 //!
 //! The only file of this program with `unsafe`.
 #![allow(unsafe_code)]
@@ -13,14 +14,14 @@ use anyhow::{Context, Result};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// Two cache lines: processors fetch them in pairs.
+/// Distance of two counters: two cache lines, since processors fetch them in pairs.
 const LINE_BYTES: usize = 128;
-/// Looks before giving way, where every rank has a core.
+/// Number of reads before a waiting rank yields its core, if every rank has a core.
 const SPINS: u32 = 100_000;
-/// Looks before giving way, where ranks outnumber cores.
+/// Number of reads before a waiting rank yields its core, if ranks outnumber cores.
 const SPINS_CROWDED: u32 = 50;
 
-/// Counters in a mapping of anonymous memory, each in a line of its own.
+/// Counters in a mapping of anonymous shared memory, [`LINE_BYTES`] apart.
 pub(crate) struct SharedLines {
     start: NonNull<AtomicU64>,
     lines: usize,
@@ -35,13 +36,13 @@ unsafe impl Sync for SharedLines {}
 impl SharedLines {
     /// New counters, all 0. Children of this process inherit them under the number [`fd`](Self::fd).
     pub(crate) fn create(lines: usize) -> Result<SharedLines> {
-        // Without CLOEXEC, so that children have it.
+        // Without CLOEXEC, so that children inherit the descriptor.
         let file = memfd_create("burn-ddp-bench", MemfdFlags::empty())?;
         ftruncate(&file, (lines * LINE_BYTES) as u64)?;
         SharedLines::map(file, lines)
     }
 
-    /// Maps the lines that the parent of this process made.
+    /// Maps the counters that the parent of this process made.
     pub(crate) fn inherited(fd: i32) -> Result<SharedLines> {
         let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{fd}"));
         let file = file.context("the driver's shared memory is not there")?;
@@ -51,14 +52,14 @@ impl SharedLines {
 
     fn map(file: OwnedFd, lines: usize) -> Result<SharedLines> {
         let (len, access) = (lines * LINE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours. The file has `len`
-        // bytes: `create` has set them, `inherited` has asked, and nothing shrinks it.
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no memory of this process. The file has
+        // `len` bytes: `create` has set its length, `inherited` has read it, and nothing shrinks the file.
         let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let start = NonNull::new(start.cast()).context("mapped at 0")?;
         Ok(SharedLines { start, lines, file })
     }
 
-    /// Number under which children find the lines.
+    /// Descriptor by which children find the counters.
     pub(crate) fn fd(&self) -> i32 {
         self.file.as_raw_fd()
     }
@@ -66,11 +67,12 @@ impl SharedLines {
     /// Counter `index`.
     ///
     /// # Panics
-    /// If there are not so many counters.
+    /// If `index` is not below the number of counters.
     pub(crate) fn line(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.lines, "line {index} of {}", self.lines);
-        // SAFETY: inside the mapping, by the line above; aligned, since mappings begin at a page; every bit pattern is
-        // a number; all processes reach it as an atomic; the mapping lives as long as `self`.
+        // SAFETY: the counter is inside the mapping, by the assertion above; it is aligned, since mappings begin at a
+        // page; every bit pattern is a number; all processes access it as an atomic; the mapping lives as long as
+        // `self`.
         unsafe { self.start.byte_add(index * LINE_BYTES).as_ref() }
     }
 }
@@ -82,7 +84,7 @@ impl Drop for SharedLines {
     }
 }
 
-/// Meeting point of the ranks of a contender: each writes its own line and reads the others'.
+/// Barrier of the ranks of a contender: each writes its own counter and reads the others'.
 pub(crate) struct Meeting {
     lines: SharedLines,
     rank: usize,
@@ -92,13 +94,13 @@ pub(crate) struct Meeting {
 }
 
 impl Meeting {
-    /// `lines` has one for each rank.
+    /// A barrier over `lines`, which has a counter for each rank.
     pub(crate) fn new(lines: SharedLines, rank: usize, world: usize) -> Meeting {
         let spins = if world <= crate::machine::cores() { SPINS } else { SPINS_CROWDED };
         Meeting { lines, rank, world, times: 0, spins }
     }
 
-    /// Returns when all ranks have called it equally often.
+    /// Waits until all ranks have called this equally often.
     pub(crate) fn meet(&mut self) {
         self.times += 1;
         self.lines.line(self.rank).store(self.times, Ordering::Release);

@@ -1,4 +1,4 @@
-//! `timeline`: some steps of a recorded timeline as a picture.
+//! `timeline`: draws some steps of a recorded trace as a picture.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,12 +12,12 @@ use serde::Deserialize;
 /// Draws steps of a trace that `burnrun --timeline` wrote: a row for each kind of work of each rank.
 #[derive(Args, Debug)]
 pub(crate) struct Timeline {
-    /// The trace.
+    /// The trace that `burnrun --timeline` wrote.
     trace: PathBuf,
     /// The first step to draw.
     #[arg(long, default_value_t = 10)]
     step: u64,
-    /// Number of steps.
+    /// Number of steps to draw.
     #[arg(long, default_value_t = 2)]
     steps: u64,
     /// The SVG file to draw into.
@@ -56,14 +56,14 @@ impl Event {
         self.name.strip_prefix("step ").and_then(|step| step.parse().ok()).is_some_and(|step| steps.contains(&step))
     }
 
-    /// Index in [`KINDS`], which share a colour; `None` for spans that only frame others.
+    /// Index of the span's kind in [`KINDS`]; `None` for the spans of whole steps, which contain the others.
     fn kind(&self) -> Option<usize> {
         let kind = |(_, of, _): &(_, &[&str], _)| of.iter().any(|prefix| self.name.starts_with(prefix));
         (!self.name.starts_with("step ")).then(|| KINDS.iter().position(kind).unwrap_or(KINDS.len() - 1))
     }
 }
 
-/// Spans by kind: name in the legend, prefixes of the spans' names, colour. The last kind is all the rest.
+/// Kinds of spans: name in the legend, prefixes of the spans' names, colour. The last kind holds all other spans.
 const KINDS: [(&str, &[&str], RGBColor); 6] = [
     ("forward, optimizer", &["outside"], RGBColor(200, 200, 200)),
     ("backward", &["backward"], RGBColor(31, 119, 180)),
@@ -76,7 +76,8 @@ const KINDS: [(&str, &[&str], RGBColor); 6] = [
 impl Timeline {
     pub(crate) fn run(&self) -> Result<()> {
         let text = std::fs::read(&self.trace).with_context(|| format!("cannot read {}", self.trace.display()))?;
-        let events = serde_json::from_slice::<Trace>(&text).context("this is no trace in Chrome's format")?.events;
+        let events =
+            serde_json::from_slice::<Trace>(&text).context("the file is not a trace in Chrome's format")?.events;
         let steps = self.step..self.step + self.steps;
         let shown: Vec<&Event> = events.iter().filter(|event| event.ph == "X" && event.is_step(&steps)).collect();
         ensure!(!shown.is_empty(), "there is no step {} in {}", self.step, self.trace.display());
@@ -122,7 +123,7 @@ impl Timeline {
             .draw()?;
         for (kind, (name, _, colour)) in KINDS.iter().enumerate() {
             let of_kind = spans.iter().filter(|event| event.kind() == Some(kind));
-            // Spans inside others are drawn over them, and lower.
+            // Spans of waiting lie inside other spans: they are drawn over these, and with less height.
             let boxes = of_kind.filter_map(|event| {
                 let row = rows.iter().rev().position(|row| *row == (event.pid, event.tid))? as f64;
                 let inner = if kind == 2 { 0.3 } else { 0.12 };

@@ -1,8 +1,8 @@
-//! A control group (version 2) for the ranks of one generation and all that they start, where the system lets this
-//! user make one: as root, in a container that may write its groups, or below `user@.service` of systemd.
+//! A control group (version 2) for the ranks of one generation and all processes that they start, if the system lets
+//! this user make one: as root, in a container that may write its groups, or below `user@.service` of systemd.
 //!
-//! A new session, a new parent or an empty environment does not lead out of it. No controller is enabled, so limits
-//! are those of the launcher's own group, which is the parent.
+//! A process does not leave the group by a new session, a new parent or an empty environment. The group enables no
+//! controller, so only the limits of its parent apply, which is the launcher's own group.
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
@@ -10,14 +10,14 @@ use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// Removed when dropped, if all processes in it have ended.
+/// The control group of one generation. Removed on drop, if all processes in it have ended.
 pub(crate) struct ControlGroup {
     path: PathBuf,
     procs: File,
 }
 
 impl ControlGroup {
-    /// A new, empty group; `None` where that is not possible.
+    /// A new, empty group; `None` if the system does not allow one.
     pub(crate) fn create(mark: &str) -> Option<Self> {
         let read = |file| fs::read_to_string(file).unwrap_or_default();
         let path = own_directory(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))?;
@@ -37,12 +37,12 @@ impl ControlGroup {
         &self.path
     }
 
-    /// File in which a process writes `0` to enter.
+    /// File into which a process writes `0` to enter the group.
     pub(crate) fn entrance(&self) -> RawFd {
         self.procs.as_raw_fd()
     }
 
-    /// Processes in it and in groups that they made below it.
+    /// Processes in the group and in the groups below it, which its processes may have made.
     pub(crate) fn pids(&self) -> HashSet<i32> {
         let mut pids = HashSet::new();
         for directory in self.directories() {
@@ -52,7 +52,7 @@ impl ControlGroup {
         pids
     }
 
-    /// Sends SIGKILL to all processes in it at once, also to those of other users. Linux 5.14 and newer can.
+    /// Sends SIGKILL to all processes in the group at once, also to processes of other users. Needs Linux 5.14.
     pub(crate) fn kill(&self) {
         let file = OpenOptions::new().write(true).open(self.path.join("cgroup.kill"));
         if let Err(error) = file.and_then(|mut file| file.write_all(b"1")) {
@@ -60,7 +60,7 @@ impl ControlGroup {
         }
     }
 
-    /// Its directory and all below it, each behind the one that holds it.
+    /// Directories of the group and of all groups below it, parents before children.
     fn directories(&self) -> Vec<PathBuf> {
         let mut directories = vec![self.path.clone()];
         let mut next = 0;
@@ -79,7 +79,7 @@ impl Drop for ControlGroup {
     fn drop(&mut self) {
         for directory in self.directories().iter().rev() {
             if let Err(error) = fs::remove_dir(directory) {
-                tracing::debug!(path = %directory.display(), %error, "a control group stays");
+                tracing::debug!(path = %directory.display(), %error, "a control group cannot be removed");
             }
         }
     }
@@ -93,7 +93,7 @@ fn own_directory(cgroup: &str, mountinfo: &str) -> Option<PathBuf> {
         kind.starts_with("cgroup2 ").then_some(())?;
         let mut place = place.split(' ').skip(3);
         let (root, point) = (place.next()?, place.next()?);
-        // A mount in a container may begin at another group. A path with `..` is outside of this one.
+        // In a container the mount's root may be another group; a path with `..` lies outside of the mount.
         let below = own.strip_prefix(root).ok().filter(|below| !below.starts_with(".."))?;
         Some(Path::new(point).join(below))
     })

@@ -44,9 +44,23 @@ pub enum LaunchError {
         source: io::Error,
     },
 
-    /// The settings contradict each other.
+    /// A setting is wrong, or settings contradict each other.
     #[error("{0}")]
     Usage(String),
+
+    /// The hostfile cannot be read, or one of its lines is wrong.
+    #[error("cannot read the hostfile {}: {reason}", path.display())]
+    Hostfile {
+        /// The hostfile.
+        path: PathBuf,
+        /// Error of the system, or the wrong line and its mistake.
+        reason: String,
+    },
+
+    /// The launchers of the job's machines were started with settings that do not fit together: different numbers of
+    /// machines, versions of burnrun or program arguments, one node rank twice, or more launchers than machines.
+    #[error("{0}")]
+    Disagree(String),
 
     /// The ranks cannot be bound to cores as asked.
     #[error("{0}")]
@@ -56,7 +70,8 @@ pub enum LaunchError {
     #[error("cannot open the rendezvous store: {0}")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
 
-    /// The launchers of several machines did not come together.
+    /// The launchers of several machines could not meet, lost each other before the ranks were started, or got a
+    /// message that they cannot parse.
     #[error("{0}")]
     Nodes(String),
 
@@ -69,16 +84,16 @@ pub enum LaunchError {
         source: io::Error,
     },
 
-    /// The directory holds no failed job.
+    /// The log directory holds no job, or the job has no failed rank to report.
     #[error("{}: {reason}", path.display())]
     NoReport {
         /// Directory that was searched.
         path: PathBuf,
-        /// Reason why there is none.
+        /// Reason why there is no report.
         reason: String,
     },
 
-    /// The system refused something that the launcher itself needs.
+    /// The system refused a resource that the launcher itself needs.
     #[error("cannot {doing}: {source}{}", hint(source))]
     System {
         /// Action that failed.
@@ -104,7 +119,7 @@ impl LaunchError {
         match self {
             Self::ProgramNotFound { .. } => 127,
             Self::ProgramNotExecutable { .. } => 126,
-            Self::BadRankCount { .. } | Self::Usage(_) => 2,
+            Self::BadRankCount { .. } | Self::Usage(_) | Self::Hostfile { .. } | Self::Disagree(_) => 2,
             Self::Spawn { .. }
             | Self::Binding(_)
             | Self::Store(_)

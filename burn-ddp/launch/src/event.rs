@@ -13,21 +13,21 @@ use crate::report::stderr_tail::StderrSummary;
 pub(crate) enum Event {
     /// From a rank's waiter thread.
     Exited { rank: usize, exit: RankExit, at: Instant },
-    /// From a rank's waiter thread: it does not run, but it is not dead.
+    /// From a rank's waiter thread: the rank was stopped by a signal such as SIGSTOP.
     Stopped { rank: usize, signal: i32 },
-    /// From a rank's waiter thread: it runs again.
+    /// From a rank's waiter thread: the stopped rank runs again.
     Continued { rank: usize },
     /// From the signal thread: this process was sent a signal.
     Signal(i32),
     /// From the relay: all output is passed on.
     Relayed(Relayed),
-    /// From the link to the other launchers: somewhere the generation has ended.
+    /// From the link to the other launchers: a launcher has published the end of the generation.
     Ordered { generation: u32, stop: Stop },
-    /// From the link to the other launchers: it is cut.
+    /// From the link to the other launchers: node 0's store cannot be reached any more.
     Cut(Trouble),
 }
 
-/// Reason for the end of a generation, from the launcher that knew first.
+/// Reason for the end of a generation, published by the first launcher that sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Stop {
     Failed {
@@ -44,7 +44,7 @@ pub(crate) enum Stop {
     Trouble(Trouble),
 }
 
-/// Reason for the end of a job that no rank ended.
+/// Reason for the end of a job other than a rank's exit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Trouble {
     pub(crate) message: String,

@@ -1,24 +1,28 @@
 //! Variables by which glibc keeps the memory that a rank frees, instead of returning it to the system.
 //!
-//! A training step frees and allocates the same tensors again. By glibc's defaults their memory goes to the system and
-//! comes back as page faults: see "A small network" in the benchmark's `RESULTS.md`.
+//! A training step frees and allocates the same tensors again. By default glibc returns their memory to the system, and
+//! the next step pays for it with page faults: see "A small network" in the benchmark's `RESULTS.md`.
 
 use std::ffi::OsString;
 use std::process::Command;
 
-/// Names and values, in bytes. Allocations from 32 MiB on are still returned when they are freed: older versions of
-/// glibc ignore a larger number, on machines of 32 bits also this one, and would then return those from 128 KiB on. Of
-/// what is free at the end of a heap glibc keeps 256 MiB in the first arena, and the whole heap, 64 MiB, in others. It
-/// would have eight arenas a core; with four, the threads of a rank that allocate tensors all the time (training,
-/// communication, loading) do not wait for each other. With two a training took more processor time.
+/// Names and values of the variables, sizes in bytes.
+///
+/// - Allocations from 32 MiB on are still returned when they are freed. Older versions of glibc ignore a larger value
+///   (on 32-bit machines also this one) and would then return all allocations from 128 KiB on.
+/// - At the end of a heap glibc keeps up to 256 MiB of free memory in the first arena, and the whole heap (64 MiB) in
+///   the other arenas.
+/// - There are four arenas; glibc's default is eight per core. With four, the threads of a rank that allocate tensors
+///   all the time (training, communication, loading) do not wait for each other; with two, a training took more
+///   processor time.
 const SETTINGS: [(&str, &str); 3] =
     [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456"), ("MALLOC_ARENA_MAX", "4")];
 /// Their names in `GLIBC_TUNABLES`.
 const TUNABLES: [&str; 3] = ["glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.arena_max"];
 
-/// Sets the variables for a rank, unless its environment, `lookup`, has one of them, names one of them in
-/// `GLIBC_TUNABLES` or preloads another allocator. An empty one stands for glibc's default, and is removed: glibc would
-/// read a 0. Libraries other than glibc ignore all of them.
+/// Sets the variables for a rank, unless its environment (`lookup`) has one of them, names one of them in
+/// `GLIBC_TUNABLES` or preloads another allocator. A variable that the user has set to an empty text stands for glibc's
+/// default and is removed, since glibc would read it as 0. C libraries other than glibc ignore the variables.
 pub(crate) fn keep_freed_memory(command: &mut Command, lookup: impl Fn(&str) -> Option<OsString>) {
     let names = |variable: &str, parts: &[&str]| {
         let value = lookup(variable).unwrap_or_default();

@@ -11,7 +11,7 @@ use crate::nodes::{Announcement, Node, Verdict};
 use crate::report::outcome::Outcome;
 use crate::report::report_files;
 
-/// JSON of every kind that launchers send each other or leave in files; what is understood is used.
+/// Parses `bytes` as each kind of JSON that launchers send each other or write to files, and uses the values.
 pub fn launcher(bytes: &[u8]) {
     let node: Option<Node> = parse(bytes);
     drop(node);
@@ -35,12 +35,12 @@ pub fn launcher(bytes: &[u8]) {
     report_files::fuzz(bytes);
 }
 
-/// A hostfile, or a line between the launcher at the terminal and one on a host.
+/// Parses `bytes` as a hostfile, and as a line between the launcher at the terminal and the one on a host.
 pub fn hosts(bytes: &[u8]) {
     crate::hosts::fuzz(bytes);
 }
 
-/// A value, of which the text says the same once more.
+/// Parses a value; panics if the value, written again, cannot be parsed.
 pub(crate) fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Option<T> {
     let value: T = serde_json::from_slice(bytes).ok()?;
     let again = serde_json::to_vec(&value).expect("what we parse, we write");

@@ -1,4 +1,4 @@
-//! Context of one generation on this machine: its plan, and the listeners of its events (the user, the other launchers,
+//! Context of one generation on this machine: its plan, and the receivers of its events (the user, the other launchers,
 //! ranks that have yet to join).
 
 use crate::event::Stop;
@@ -9,7 +9,7 @@ use crate::rank_store::JoinAbort;
 use crate::report::event_file::EventFile;
 use crate::report::user_notices::{NoticeSink, Notices};
 
-/// Everything that a generation's events are passed on to.
+/// Plan of a generation, and the receivers of its events.
 pub(crate) struct GenerationContext<'a> {
     pub(crate) generation: u32,
     pub(crate) plan: &'a GenerationPlan,
@@ -27,8 +27,8 @@ impl GenerationContext<'_> {
         self.notices.blames.clone()
     }
 
-    /// A rank here exited before any rank was told to end: ranks that wait for it to join need not wait, and after a
-    /// failure the other launchers end their parts.
+    /// Announces that a rank of this machine exited before the ranks were sent a signal to end: ranks that wait for it
+    /// to join stop waiting and, if it failed, the other launchers end their parts.
     pub(crate) fn announce_exit(&self, rank: usize, pid: u32, exit: RankExit) {
         let host = self.nodes.host.clone();
         let cause = format!("rank {rank} (host {host}, pid {pid}) {exit} before all ranks had joined");
@@ -38,14 +38,14 @@ impl GenerationContext<'_> {
         }
     }
 
-    /// A signal to this launcher ends the job.
+    /// Announces to the other launchers that a signal to this one ends the job.
     pub(crate) fn announce_interrupt(&self, signal: i32) {
         if let Some(link) = self.nodes.link() {
             link.stop(Stop::Interrupted { host: self.nodes.host.clone(), signal });
         }
     }
 
-    /// This process is about to stop for a while, or goes on.
+    /// Announces that this process is about to stop for a while (Ctrl-Z), or goes on.
     pub(crate) fn announce_pause(&self, paused: bool) {
         if let Some(link) = self.nodes.link() {
             link.pause(paused);
@@ -57,7 +57,8 @@ impl GenerationContext<'_> {
         self.nodes.link().and_then(|link| link.stopped(self.generation))
     }
 
-    /// Reads the events that ranks here reported since the last call, and shows those that are news.
+    /// Reads the events that this machine's ranks have reported since the last call, and shows a notice for each new
+    /// one.
     pub(crate) fn read_reports(&mut self) {
         let Some(file) = &mut self.event_file else { return };
         for event in file.read() {

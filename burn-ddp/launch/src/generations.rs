@@ -1,5 +1,5 @@
-//! A job from its first generation to its last: agree with the other launchers, start the ranks, watch them, conclude,
-//! and restart if that may help.
+//! A job from its first generation (start of all ranks) to its last: agree with the other launchers, start the ranks,
+//! watch them, conclude, and restart them if that may help.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, SystemTime};
@@ -30,10 +30,10 @@ use crate::report::user_notices::Notices;
 use crate::signals;
 use crate::supervisor::Settings;
 
-/// Exit code of a program that was called wrongly, and would be again.
+/// Exit code of a program with wrong arguments: a restart would fail in the same way.
 const WRONG_USAGE: i32 = 2;
-/// Time that launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill
-/// and reap.
+/// Longest time, in addition to the grace time, that a launcher whose ranks have ended waits for the other launchers,
+/// which may still have to kill and reap theirs.
 const CONCLUDE: Duration = Duration::from_secs(45);
 
 /// Runs a job to its end. Blocks.
@@ -63,7 +63,7 @@ struct Job<'a> {
     events: Receiver<Event>,
 }
 
-/// A generation as this machine is to start it.
+/// A generation that this machine is about to start.
 struct Generation {
     number: u32,
     plan: GenerationPlan,
@@ -119,7 +119,7 @@ impl Job<'_> {
         Err(LaunchError::Nodes("more restarts than can be counted".into()))
     }
 
-    /// Agrees with the other launchers on what to start.
+    /// Agrees with the other launchers on the plan of a generation.
     fn plan(&self, nodes: &Nodes, number: u32, job_dir: &mut Option<JobDir>) -> Result<Generation, Interrupted> {
         let (plan, store) = if nodes.decides() {
             let (plan, store) = self.new_plan(nodes, number).map_err(Interrupted::Error)?;
@@ -201,7 +201,7 @@ impl Job<'_> {
         let patience = self.spec.grace + CONCLUDE;
         let (verdict, signal) = nodes.conclude(*number, (own, reports), patience, &self.events, decide);
         if let Some(signal) = signal {
-            // For the next generation, which it prevents. The receiver lives as long as this.
+            // Sent again so that it ends the next generation, if there is one. Cannot fail: `self` owns the receiver.
             let _ = self.sender.send(Event::Signal(signal));
         }
         Ok(verdict)
@@ -219,7 +219,7 @@ impl Job<'_> {
         let event_file = EventFile::create(logs, nodes.node)
             .inspect_err(|error| tracing::warn!(%error, "ranks cannot report which failed first"))
             .ok();
-        // Of this launcher alone: others of the same job may run on this machine.
+        // New for each launcher, since several launchers of one job may run on this machine.
         let mark = random_id();
         let group = ControlGroup::create(&mark);
         let mut guardian = Guardian::start(dir.temporary(), &mark, group.as_ref().map(ControlGroup::path));
@@ -229,7 +229,7 @@ impl Job<'_> {
             grace: spec.grace,
             first_rank,
             first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
-            // Launchers that another burnrun started have the secret itself, as others may (`Launcher::secret`).
+            // Of the launchers that one burnrun has started (they have `secret`, no file), only the first shows it.
             shows_grace: spec.secret.is_none() || first_rank == 0,
         };
         let mut processes = Processes::new(settings, leftovers, self.sender.clone(), &self.events);
@@ -268,7 +268,7 @@ impl Job<'_> {
         Ok(outcome)
     }
 
-    /// Puts together what the ranks of this machine recorded; all have ended.
+    /// Merges the traces of this machine's ranks, all of which have ended.
     fn conclude_timeline(&self, nodes: &Nodes, plan: &GenerationPlan) {
         let Some(file) = &self.spec.timeline else { return };
         let first_rank = plan.first_rank(nodes.node);
@@ -279,8 +279,8 @@ impl Job<'_> {
     }
 }
 
-/// True if a restart may help: a rank failed, its program was called rightly, and neither a machine nor a user ended
-/// the job.
+/// True if a restart may help: a rank failed, not because of wrong usage, and the job was ended neither by the loss of
+/// a machine nor by a signal.
 fn may_help(all: &[NodeOutcome], outcome: &Outcome) -> bool {
     outcome.exit_code != 0
         && outcome.exit_code != WRONG_USAGE
@@ -291,7 +291,7 @@ fn may_help(all: &[NodeOutcome], outcome: &Outcome) -> bool {
 }
 
 impl Interrupted {
-    /// Result of a job of which nothing was started.
+    /// Result of a job of which no rank was started.
     fn into_result(self) -> Result<Outcome, LaunchError> {
         match self {
             Self::Signal(signal) => {

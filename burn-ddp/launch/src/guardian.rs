@@ -1,11 +1,10 @@
-//! The last resort: a small helper process that kills the ranks' process groups when this process vanishes without a
-//! word.
+//! The last resort: a small helper process that kills the ranks' process groups when this process is killed.
 //!
-//! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training
-//! behind), and elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this
-//! process holds. It knows the groups and sessions because each rank's pid is written to it: the kernel gives a pid to
-//! no other process while a group or a session has it. Other processes of the job it knows by their mark, and by their
-//! control group where there is one.
+//! On Linux a rank dies with its launcher, but the processes that the rank started do not (`sh train.sh` leaves the
+//! training behind); on other systems the rank does not die either. The helper is a shell that waits on a pipe whose
+//! other end only this process holds. This process writes each rank's pid to the pipe; the pid is also the id of the
+//! rank's group and session, and the kernel gives it to no other process while one of them exists. The helper finds
+//! other processes of the job by their mark, and by their control group if there is one.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -14,9 +13,10 @@ use std::process::{Child, Command, Stdio};
 
 use crate::leftover_processes::MARK;
 
-/// Ignores what a terminal sends. When the pipe ends, kills all groups and removes the directory, if any; then kills
-/// the processes of those sessions, in that control group and with that mark, until a look finds none (twenty looks at
-/// most: a process may start others meanwhile, and a look takes long on a busy machine); removes the control group.
+/// Ignores the signals of a terminal. When the pipe ends, it kills all groups and removes the directory, if any. Then
+/// it kills the processes in the ranks' sessions, in the control group and with the mark, until a scan finds none: a
+/// process may start others before it is killed. It makes at most twenty scans, since a scan takes long on a busy
+/// machine. Last, it removes the control group.
 const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM TSTP
 directory=$1 mark=$2 group=$3 leaders=' ' looks=0
 while read -r pid; do leaders="$leaders$pid "; done
@@ -44,7 +44,7 @@ while [ $looks -lt 20 ]; do
     [ -n "$found" ] || break
     kill -s KILL $found
 done
-# Again: those found above may have written there.
+# Again: the processes killed above may have written there.
 [ -z "$directory" ] || rm -rf -- "$directory"
 # The kernel holds the group for a moment after its last process.
 looks=0
@@ -55,15 +55,15 @@ while [ -d "$group" ] && [ $looks -lt 5 ]; do
 done
 "#;
 
-/// Dropping it without [`dismiss`](Self::dismiss) has the ranks killed.
+/// Handle of the helper process. If it is dropped without [`dismiss`](Self::dismiss), the helper kills the ranks.
 pub(crate) struct Guardian {
-    /// `None` where no shell could be started.
+    /// `None` if no shell could be started.
     helper: Option<Child>,
 }
 
 impl Guardian {
-    /// `temporary` goes when this process vanishes, and so do the processes in `group` and those that were started
-    /// with `mark`.
+    /// Starts the helper. When this process is killed, the helper removes the directory `temporary`, and kills the
+    /// processes in `group` and those that were started with `mark`.
     pub(crate) fn start(temporary: Option<&Path>, mark: &str, group: Option<&Path>) -> Self {
         let helper = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "burnrun-guardian"])
@@ -74,7 +74,7 @@ impl Guardian {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Not in our group: a signal to the group should not take the helper along.
+            // A group of its own, so that a signal to this process's group does not end the helper.
             .process_group(0)
             .spawn();
         if let Err(error) = &helper {
@@ -94,10 +94,10 @@ impl Guardian {
         }
     }
 
-    /// The job is over and its groups are gone.
+    /// Ends the helper, once the job is over and its groups are gone.
     pub(crate) fn dismiss(mut self) {
         let Some(mut helper) = self.helper.take() else { return };
-        // Killed before its pipe closes, so it never acts; `wait` is short, since nothing survives SIGKILL.
+        // Killed before its pipe closes, so that it kills nothing. `wait` is short, since SIGKILL ends it at once.
         if let Err(error) = helper.kill().and_then(|()| helper.wait()) {
             tracing::warn!(%error, "cannot end the guardian");
         }

@@ -1,9 +1,10 @@
-//! Files without a name that ranks inherit as open descriptors, so that user and PID namespace do not matter, and that
-//! are gone with the last process that has them.
+//! Files without a name that ranks inherit as open descriptors. A rank can read them in another PID namespace or as
+//! another user, and they vanish with the last process that has them open.
 //!
-//! Ranks get the path of this process's descriptor. [`LaunchEnv::detect`](burn_ddp_comm::LaunchEnv::detect) looks for
-//! the inherited one first, which has the same number; where a program in between has closed it, the path still leads
-//! to this process's, for the same user.
+//! Ranks get the path of this process's descriptor, `/proc/PID/fd/NUMBER`. In a rank,
+//! [`LaunchEnv::detect`](burn_ddp_comm::LaunchEnv::detect) first looks for the inherited descriptor, which has the same
+//! number. If a program between the launcher and the rank has closed it, a rank of the same user can still open the
+//! path.
 
 use std::fs::File;
 use std::io;
@@ -20,20 +21,20 @@ pub(crate) struct HandedOver {
 }
 
 impl HandedOver {
-    /// A new, empty one; `content` is a word for people who look at a process's descriptors.
+    /// A new, empty file; `content` becomes part of its name in `/proc/PID/fd`.
     #[cfg(target_os = "linux")]
     pub(crate) fn create(content: &str) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
         let name = std::ffi::CString::new(format!("{}{content}", burn_ddp_comm::HANDED_OVER))?;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = match memfd_create(&*name, flags | MemfdFlags::NOEXEC_SEAL) {
-            // Older kernels do not know that data is not to be executed.
+            // Older kernels do not know `NOEXEC_SEAL`.
             Err(rustix::io::Errno::INVAL) => memfd_create(&*name, flags),
             other => other,
         }?;
-        // All writers share one position.
+        // Ranks append, since all writers share one file position.
         fcntl_setfl(&fd, OFlags::APPEND)?;
-        // Where so few descriptors are allowed, a low number does too.
+        // A low number is taken if the limit on open files is below `FIRST_FD`.
         let high = rustix::io::fcntl_dupfd_cloexec(&fd, FIRST_FD);
         Ok(Self { file: high.unwrap_or(fd).into() })
     }
@@ -44,7 +45,7 @@ impl HandedOver {
         Err(io::Error::new(io::ErrorKind::Unsupported, "only Linux has files in memory; use --secret-file"))
     }
 
-    /// Refuses all further changes, also through other descriptors.
+    /// Makes the file immutable, also through other descriptors.
     #[cfg(target_os = "linux")]
     pub(crate) fn seal(&self) -> io::Result<()> {
         use rustix::fs::{SealFlags, fcntl_add_seals};
@@ -52,7 +53,7 @@ impl HandedOver {
         Ok(fcntl_add_seals(&self.file, all)?)
     }
 
-    /// Does nothing: there is none on this system.
+    /// Does nothing: this system has no such files.
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn seal(&self) -> io::Result<()> {
         Ok(())

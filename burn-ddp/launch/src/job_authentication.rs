@@ -1,4 +1,4 @@
-//! Proof that a process belongs to the job, by which stores of launchers and ranks let it in.
+//! Proof that a process belongs to the job. The stores of launchers and of ranks refuse a process without it.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -20,10 +20,10 @@ pub(crate) enum Trust {
     Secret {
         secret: Secret,
         path: PathBuf,
-        /// Holds a secret without a file of its own, which ranks inherit.
+        /// File in memory with the secret, which ranks inherit; `None` if the secret is the user's file.
         own: Option<HandedOver>,
     },
-    /// None: every process that reaches the job's ports may join.
+    /// No proof: every process that reaches the job's ports may join.
     Network,
 }
 
@@ -43,16 +43,16 @@ impl Trust {
             None if spec.nnodes > 1 && trusted() => Ok(Self::Network),
             None if spec.nnodes > 1 => Err(LaunchError::Usage(
                 "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` on \
-                 one machine, copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach \
-                 these machines, BURN_DDP_TRUST_NETWORK=1 does without"
+                 one machine, copy FILE to the others, and add --secret-file FILE on all; if only trusted users can \
+                 reach these machines, set BURN_DDP_TRUST_NETWORK=1 instead"
                     .into(),
             )),
-            // A secret that only this process and its ranks ever see.
+            // A new secret that only this process and its ranks see.
             None => Self::inherited(Secret::generate().map_err(|error| LaunchError::Store(error.into()))?),
         }
     }
 
-    /// A secret in no file that has a name.
+    /// A secret in a file without a name, which ranks inherit.
     fn inherited(secret: Secret) -> Result<Self, LaunchError> {
         let own = HandedOver::create("secret").and_then(|own| {
             secret.write_to(own.file().try_clone()?)?;
@@ -70,12 +70,12 @@ impl Trust {
         }
     }
 
-    /// Serves the launchers' meeting at those of `addresses` that this machine has.
+    /// Serves the store of the launchers' meeting at each of `addresses` that this machine has.
     pub(crate) fn serve(&self, addresses: &[SocketAddr], job: &str) -> io::Result<StoreServer> {
         StoreServer::serve(addresses, &self.key(job, 0))
     }
 
-    /// Visits the launchers' meeting.
+    /// Connects to the store of the launchers' meeting.
     pub(crate) fn connect(
         &self,
         host: &str,
@@ -109,7 +109,7 @@ pub(crate) fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Sixteen random digits, to tell jobs apart; no secret.
+/// Sixteen random hexadecimal digits that tell jobs apart; they are not secret.
 pub(crate) fn random_id() -> String {
     format!("{:016x}", RandomState::new().build_hasher().finish())
 }

@@ -11,10 +11,10 @@ use crate::output::settings::OutputSettings;
 use crate::rank_command::Program;
 use crate::report::user_notices::NoticeSink;
 
-/// Largest number of ranks on one machine; more are taken for a slip of the finger.
+/// Largest number of ranks on one machine; a larger number is refused as a typing error.
 const MAX_RANKS: usize = 4096;
 
-/// Name of a job that was given none.
+/// Name of a job that the user has not named.
 pub(crate) const DEFAULT_MEETING_ID: &str = "burnrun";
 
 /// Destination of the ranks' stdout and stderr, and source of their stdin.
@@ -49,7 +49,7 @@ pub(crate) struct JobSpec {
     pub(crate) meeting_id: String,
     pub(crate) invitation: Option<String>,
     pub(crate) secret_file: Option<PathBuf>,
-    /// The secret itself, instead of a file.
+    /// The secret itself, if it was not given as a file.
     pub(crate) secret: Option<Secret>,
     pub(crate) join_timeout: Duration,
     pub(crate) peer_timeout: Duration,
@@ -59,7 +59,7 @@ pub(crate) struct JobSpec {
 }
 
 impl JobSpec {
-    /// Name under which the launchers meet. Jobs without a name of their own are told apart by their programs.
+    /// Name under which the launchers meet. The name of a job that the user has not named is made from its program's.
     pub(crate) fn meeting_name(&self) -> String {
         let program = std::path::Path::new(&self.program.program).file_name().unwrap_or_default();
         match self.meeting_id == DEFAULT_MEETING_ID {
@@ -68,7 +68,8 @@ impl JobSpec {
         }
     }
 
-    /// Fingerprint of the program's arguments, which jobs without a name of their own must have in common.
+    /// Fingerprint of the program's arguments, which must be the same on all machines if the user has not named the
+    /// job.
     pub(crate) fn compared_arguments(&self) -> Option<u64> {
         (self.meeting_id == DEFAULT_MEETING_ID).then(|| self.program.fingerprint_of_arguments())
     }
@@ -80,11 +81,11 @@ impl JobSpec {
         }
         self.output.check()?;
         let usage = |message: String| Err(LaunchError::Usage(message));
-        // Machines may have different numbers of ranks, and one command line.
+        // With several machines, one command line may serve machines with different numbers of ranks: not checked.
         if let Some(rank) = self.output.missing_rank(self.nproc).filter(|_| self.nnodes == 1) {
             let ranks = if self.nproc == 1 { "0 alone".into() } else { format!("0 to {}", self.nproc - 1) };
             return usage(format!(
-                "there is no local rank {rank} whose output could be chosen: this machine has {ranks}"
+                "there is no local rank {rank}, which the output settings name: this machine has {ranks}"
             ));
         }
         if self.nnodes == 0 {
@@ -92,7 +93,10 @@ impl JobSpec {
         }
         if let Some(node) = self.node_rank.filter(|node| *node >= self.nnodes) {
             let last = self.nnodes - 1;
-            return usage(format!("node rank {node} of {} machines: they are numbered from 0 to {last}", self.nnodes));
+            return usage(format!(
+                "there is no node rank {node} in a job of {} machines: they are numbered from 0 to {last}",
+                self.nnodes
+            ));
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use crate::rank_command::Program;
 use crate::report::outcome::Outcome;
 use crate::report::user_notices::NoticeSink;
 
-/// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.
+/// Upper limit of the durations that callers set; longer ones are cut to it, since centuries would overflow the clock.
 const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Starts the ranks of a job and watches them until the last one has ended.
@@ -89,14 +89,15 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// The grace time where none is set.
+    /// Default of [`grace`](Self::grace).
     pub const DEFAULT_GRACE: Duration = Duration::from_secs(3);
-    /// The time to meet where none is set.
+    /// Default of [`join_timeout`](Self::join_timeout).
     pub const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(300);
-    /// The silence after which another machine's launcher is lost, where none is set.
+    /// Default of [`peer_timeout`](Self::peer_timeout).
     pub const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(30);
 
-    /// One rank that runs `program` with `args`, its output prefixed. The program is looked up as by a shell.
+    /// A job of one rank that runs `program` with `args`. The program is looked up as by a shell; each line of its
+    /// output is shown behind `[rank 0] `.
     pub fn new<A: Into<OsString>>(program: impl Into<OsString>, args: impl IntoIterator<Item = A>) -> Self {
         let args = args.into_iter().map(Into::into).collect();
         let spec = JobSpec {
@@ -130,8 +131,8 @@ impl Launcher {
         self
     }
 
-    /// Cores to which each rank is bound, of those that this process may use; never one that the ranks of another
-    /// launcher on this machine are bound to. [`BindTo::None`] without this.
+    /// Binds each rank to a part of the cores that this process may use, leaving out cores to which another launcher on
+    /// this machine has bound its ranks. The default is [`BindTo::None`].
     #[must_use]
     pub fn bind_to(mut self, to: BindTo) -> Self {
         self.spec.bind_to = to;
@@ -145,16 +146,17 @@ impl Launcher {
         self
     }
 
-    /// Time between the signal to end (SIGTERM, or the signal sent to this process) and SIGKILL.
+    /// Time that ranks have to end between the signal to end (SIGTERM, or the signal sent to this process) and SIGKILL.
     ///
-    /// It also bounds, up to three seconds, the time that the others have after a failure to end by themselves.
+    /// After a rank has failed, the other ranks have the same time, but at most three seconds, to end by themselves
+    /// before they get SIGTERM.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.spec.grace = grace.min(MAX_GRACE);
         self
     }
 
-    /// A further variable for every rank. The variables that describe the job take precedence.
+    /// A further environment variable for every rank. The variables that describe the job take precedence.
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.spec.program.env.push((name.into(), value.into()));
@@ -162,24 +164,25 @@ impl Launcher {
     }
 
     /// Number of times that the job is started anew after a rank has failed. A new generation starts when all ranks of
-    /// the last one are dead; `BURN_DDP_RESTART_COUNT` tells the ranks its number.
+    /// the last one are dead; the ranks find its number in `BURN_DDP_RESTART_COUNT`.
     ///
-    /// A job that was interrupted, that lost a machine, or whose cause exited with 2 (wrong usage), is not restarted.
+    /// The job is not restarted after a signal, after the loss of a machine, or if the rank that failed first exited
+    /// with 2 (wrong usage).
     #[must_use]
     pub fn max_restarts(mut self, times: u32) -> Self {
         self.spec.max_restarts = times;
         self
     }
 
-    /// Keeps output, events and reports of this job in a directory of its own below `dir`; `dir/latest` leads to it.
+    /// Stores output, events and reports of this job in a new directory below `dir`; the link `dir/latest` leads to it.
     #[must_use]
     pub fn log_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.spec.output.dir = Some(dir.into());
         self
     }
 
-    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see [`burn_ddp_comm::timeline`].
-    /// Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
+    /// Records a trace of all ranks' work in `file`, which Perfetto and Chrome open; see [`burn_ddp_comm::timeline`].
+    /// The default is the file that `BURN_DDP_TIMELINE` names, if it is set. A restart overwrites the trace.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         let file = file.into();
@@ -187,15 +190,15 @@ impl Launcher {
         self.env("BURN_DDP_TIMELINE", file)
     }
 
-    /// Output that goes to the log directory instead of the console.
+    /// Streams that go to the log directory instead of the console.
     #[must_use]
     pub fn redirects(mut self, streams: Streams) -> Self {
         self.spec.output.redirects = Some(streams);
         self
     }
 
-    /// Output that goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is
-    /// everything.
+    /// Streams that go to the log directory and the console: all of them if neither this nor
+    /// [`redirects`](Self::redirects) is set.
     #[must_use]
     pub fn tee(mut self, streams: Streams) -> Self {
         self.spec.output.tee = Some(streams);
@@ -209,10 +212,10 @@ impl Launcher {
         self
     }
 
-    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0
-    /// listens.
+    /// The job spans `nnodes` machines, each with a launcher of its own. The launchers meet at `host:port`, where node
+    /// 0's launcher listens.
     ///
-    /// All must have the same [secret](Self::secret_file).
+    /// All launchers must have the same [secret](Self::secret_file).
     #[must_use]
     pub fn nodes(mut self, nnodes: usize, host: impl Into<String>, port: u16) -> Self {
         self.spec.nnodes = nnodes;
@@ -220,15 +223,15 @@ impl Launcher {
         self
     }
 
-    /// The number of this machine. Without it, the machine that can listen at the meeting's address is 0, and the
-    /// others are numbered as they come.
+    /// The number of this machine. Without it, the machine that can listen at the address of [`nodes`](Self::nodes) is
+    /// 0, and the others are numbered as they arrive.
     #[must_use]
     pub fn node_rank(mut self, node: usize) -> Self {
         self.spec.node_rank = Some(node);
         self
     }
 
-    /// Name of the job's rendezvous: the same on all of its machines.
+    /// Name of the job, the same on all of its machines. It keeps apart jobs that use one address by mistake.
     #[must_use]
     pub fn meeting_id(mut self, name: impl Into<String>) -> Self {
         self.spec.meeting_id = name.into();
@@ -242,49 +245,49 @@ impl Launcher {
         self
     }
 
-    /// The file with the job's secret. Needed for several machines; on one, each job makes a new one that only its
-    /// ranks see.
+    /// The file with the job's secret. Needed for several machines. Without it, a job on one machine makes a new secret
+    /// that only its ranks see.
     #[must_use]
     pub fn secret_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.spec.secret_file = Some(path.into());
         self
     }
 
-    /// The job's secret itself, instead of a file with it (Linux). The ranks inherit it.
+    /// The job's secret itself, instead of a file that holds it (Linux). The ranks inherit it.
     #[must_use]
     pub fn secret(mut self, secret: Secret) -> Self {
         self.spec.secret = Some(secret);
         self
     }
 
-    /// Longest time that launchers, and ranks, wait for each other in the beginning.
+    /// Longest time that launchers, and then ranks, wait for each other when the job starts.
     #[must_use]
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.spec.join_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_JOIN_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// Silence after which another launcher, or a rank, is lost.
+    /// Silence after which another machine's launcher, or a rank, counts as lost.
     #[must_use]
     pub fn peer_timeout(mut self, timeout: Duration) -> Self {
         self.spec.peer_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_PEER_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for.
-    /// Each is one line without its end. Without this they only go to `tracing`.
+    /// Calls `show` with notices while the job runs: a rank that is stopped or silent, a restart, a machine that is
+    /// waited for. Each notice is one line without a newline. Without this, notices only go to `tracing`.
     #[must_use]
     pub fn notices(mut self, show: fn(&str)) -> Self {
         self.spec.notices = NoticeSink(Some(show));
         self
     }
 
-    /// Makes this process the parent of processes that ranks started and whose parents are gone, so that it ends and
-    /// collects all of them (Linux). Without this they are found by their sessions and environments, and daemons that
-    /// left both behind survive the job.
+    /// Makes this process the parent of the ranks' orphans: processes that ranks started and whose parents have exited
+    /// (Linux). So the launcher can end and reap all of them. Without this it finds orphans by their sessions and
+    /// environments, and a daemon that has changed both survives the job.
     ///
-    /// Only for a process that starts no others while a job runs, as `burnrun` is: every child that is not a rank
-    /// counts as the job's.
+    /// Only for a process such as `burnrun` that starts no other children while a job runs: every child that is not a
+    /// rank counts as the job's and is ended with it.
     #[must_use]
     pub fn adopt_orphans(mut self) -> Self {
         self.spec.adopts_orphans = true;
@@ -293,13 +296,13 @@ impl Launcher {
 
     /// Starts the ranks, waits until all have ended and returns the outcome. Blocks.
     ///
-    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not
+    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process are passed on to all ranks (SIGHUP only if it was not
     /// ignored); a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued.
     /// The ranks die with the calling thread, even if this process is killed.
     ///
     /// # Errors
     ///
-    /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the
+    /// Only if the job could not be started; the ranks started so far are killed. Failures of started ranks are in the
     /// [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
         self.spec.check()?;

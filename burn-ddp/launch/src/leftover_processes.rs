@@ -1,16 +1,16 @@
-//! Processes that the ranks started: found wherever they went, signalled, and collected.
+//! Leftovers: processes that the ranks started. This module finds, signals and reaps them.
 //!
-//! A signal to a rank's process group misses what has left the group: jobs of an interactive shell, `setsid`,
-//! daemons. A process is a leftover of the job if
+//! A signal to a rank's process group misses processes that have left the group: jobs of an interactive shell,
+//! `setsid`, daemons. A process is a leftover of the job if
 //!
-//! - it is in the generation's control group, where there is one;
-//! - its session is that of a rank (each rank leads one, and is not reaped before the end);
-//! - it was started with the generation's mark in its environment;
-//! - it is a child of this process and this process adopts orphans: then it has no other children than the ranks and
-//!   the guardian, and the kernel gives it every process whose parent is gone;
-//! - its parent is a leftover, or a rank.
+//! - it is in the generation's control group, if there is one;
+//! - or its session is a rank's (each rank leads one, and is not reaped before the end);
+//! - or it was started with the generation's mark in its environment;
+//! - or this process adopts orphans, and it is a child of this process that is neither a rank nor the guardian: the
+//!   kernel makes this process the parent of orphans of the ranks;
+//! - or its parent is a leftover or a rank.
 //!
-//! Without `/proc` there are none, and the ranks' groups are all that ends.
+//! Without `/proc` no leftovers are found, and only the ranks' groups are ended.
 
 use std::collections::HashSet;
 use std::thread;
@@ -26,14 +26,14 @@ use crate::process_table::{Process, processes};
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 /// Time between leftover scans.
 const LOOK: Duration = Duration::from_millis(5);
-/// Time between two looks for orphans to collect.
+/// Time between two scans for orphans to reap.
 const COLLECT: Duration = Duration::from_secs(2);
 
 /// Name of the variable that marks the processes of one launcher's generation.
 pub(crate) const MARK: &str = "BURNRUN_MARK";
 
-/// Has the kernel make this process the parent of all its descendants whose parents are gone. Where that is not
-/// possible they are found by their sessions and marks alone.
+/// Asks the kernel to make this process the parent of all its descendants whose parents have exited. If the kernel
+/// cannot, leftovers are found by their control group, session and mark alone.
 pub(crate) fn become_parent_of_orphans() {
     #[cfg(target_os = "linux")]
     if let Err(error) = rustix::process::set_child_subreaper(Some(rustix::process::getpid())) {
@@ -44,14 +44,14 @@ pub(crate) fn become_parent_of_orphans() {
 /// The leftovers of one generation on this machine.
 pub(crate) struct Leftovers<'a> {
     group: Option<&'a ControlGroup>,
-    /// Pids of the ranks, which are their sessions' ids too.
+    /// Pids of the ranks, which are also the ids of their sessions.
     ranks: HashSet<i32>,
     guardian: Option<i32>,
-    /// `NAME=value`.
+    /// The generation's mark in the environment, as `NAME=value`.
     mark: String,
-    /// True if every other child of this process is an orphan.
+    /// True if every child of this process but ranks and guardian is an orphan of the job.
     adopts: bool,
-    /// Leftovers that were seen running, with the times of their starts.
+    /// Leftovers that were seen running, by pid and start time.
     seen: HashSet<(i32, u64)>,
     collected: Instant,
 }
@@ -73,8 +73,8 @@ impl<'a> Leftovers<'a> {
         self.ranks.insert(pid as i32);
     }
 
-    /// Sends `signal` to all that run. After SIGKILL, waits until none runs: at most five seconds, then returns those
-    /// that remain and why.
+    /// Sends `signal` to all leftovers that run. After SIGKILL, waits up to five seconds until none runs, and returns
+    /// the leftovers that still run, each with the error of the last signal.
     pub(crate) fn signal(&mut self, signal: Signal) -> Vec<(Process, Option<Errno>)> {
         let start = Instant::now();
         if signal == Signal::KILL {
@@ -88,7 +88,7 @@ impl<'a> Leftovers<'a> {
             if signal != Signal::KILL || sent.is_empty() {
                 return Vec::new();
             }
-            // A process of another user will not vanish by being waited for.
+            // Waiting is useless for processes of other users, which this one may not kill.
             if start.elapsed() > KILL_PATIENCE || sent.iter().all(|(_, error)| *error == Some(Errno::PERM)) {
                 return sent;
             }
@@ -96,8 +96,8 @@ impl<'a> Leftovers<'a> {
         }
     }
 
-    /// Collects orphans that have ended, every two seconds at most. Without this they would fill the table of processes
-    /// while a long job runs.
+    /// Reaps orphans that have ended, at most every two seconds. Otherwise they would fill the process table during a
+    /// long job.
     pub(crate) fn collect_now_and_then(&mut self) {
         let is_first = rustix::process::getpid().is_init();
         if (self.adopts || is_first) && self.collected.elapsed() > COLLECT {
@@ -108,7 +108,7 @@ impl<'a> Leftovers<'a> {
         }
     }
 
-    /// Those of `table` that run, which are remembered.
+    /// The leftovers in `table` that run. Adds them to `seen`.
     fn running(&mut self, table: &[Process]) -> Vec<Process> {
         let me = rustix::process::getpid().as_raw_nonzero().get();
         let spared = |process: &Process| {
@@ -129,7 +129,7 @@ impl<'a> Leftovers<'a> {
         running
     }
 
-    /// Collects children of this process that have ended and are the job's.
+    /// Reaps leftovers that are children of this process and have ended.
     fn collect(&mut self, table: &[Process]) {
         let me = rustix::process::getpid().as_raw_nonzero().get();
         for process in table.iter().filter(|process| process.parent == me && !process.is_running()) {
@@ -137,15 +137,15 @@ impl<'a> Leftovers<'a> {
             let is_leftover =
                 self.adopts || self.ranks.contains(&process.session) || self.seen.contains(&(pid, process.started));
             if is_leftover && !self.ranks.contains(&pid) && self.guardian != Some(pid) {
-                // Gone already if other code of this process waits for all children.
+                // Fails if other code of this process has reaped the child.
                 let _ = waitid(WaitId::Pid(process.pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
             }
         }
     }
 }
 
-/// The processes of `table` for which `is_root` holds, and all descendants of them and of `parents`, but those that are
-/// `spared`.
+/// The processes of `table` for which `is_root` holds, and all descendants of them and of `parents`, without processes
+/// for which `spared` holds.
 fn family(
     table: &[Process],
     spared: impl Fn(&Process) -> bool,
@@ -167,7 +167,7 @@ fn family(
     }
 }
 
-/// Sends a signal to this very process, and not to another one that has got its pid meanwhile.
+/// Sends a signal to `process`; sends none if the pid meanwhile belongs to another process.
 fn send(process: &Process, signal: Signal) -> Result<(), Errno> {
     let same = || Process::read(process.raw_pid()).is_some_and(|now| now.started == process.started);
     let gone_is_fine = |error| if error == Errno::SRCH { Ok(()) } else { Err(error) };
@@ -175,7 +175,7 @@ fn send(process: &Process, signal: Signal) -> Result<(), Errno> {
     match rustix::process::pidfd_open(process.pid, rustix::process::PidfdFlags::empty()) {
         Ok(fd) if same() => return rustix::process::pidfd_send_signal(fd, signal).or_else(gone_is_fine),
         Ok(_) | Err(Errno::SRCH) => return Ok(()),
-        // Kernels and containers without it.
+        // Some kernels and containers have no pidfd: plain `kill` below.
         Err(_) => {}
     }
     if same() { kill_process(process.pid, signal).or_else(gone_is_fine) } else { Ok(()) }

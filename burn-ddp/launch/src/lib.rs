@@ -1,7 +1,8 @@
 //! Starts the ranks of a data-parallel job on one machine or on several, watches them and reports which one failed
 //! first.
 //!
-//! The library behind the `burnrun` program and behind a program that launches itself. It knows nothing of training.
+//! `burnrun` uses this library, and so does `Ddp::launch` of burn-ddp, by which a program starts its own ranks. The
+//! library knows nothing of training.
 //!
 //! | | |
 //! |---|---|
@@ -11,13 +12,14 @@
 //!
 //! A job can rely on this:
 //!
-//! - The launcher hosts the rendezvous store on a free port of the loopback interface: no port is to be chosen, and
-//!   jobs on one machine never meet.
-//! - Each rank leads a process group (and session) of its own. When the job ends, so does every process that a rank
-//!   started, in whatever group or session it is (outside of Linux: in those groups). If the launcher is killed, the
-//!   ranks and what they started are too, but for daemons that have emptied their environment.
-//! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their
-//!   own, then SIGTERM, then, after the grace time, SIGKILL.
+//! - The launcher of a job on one machine hosts the rendezvous store on a free port of the loopback interface: users
+//!   choose no port, and jobs on the same machine cannot be mixed up.
+//! - Each rank leads a process group (and session) of its own. When the job ends, every process that a rank started
+//!   ends too, in whatever group or session it is (outside of Linux: only in the ranks' groups). If the launcher is
+//!   killed, the ranks and the processes that they started are killed too, except daemons that have emptied their
+//!   environment.
+//! - The first rank that fails decides the exit code. After its failure the other ranks have up to three seconds to
+//!   end with errors of their own, then they get SIGTERM and, after the grace time, SIGKILL.
 //! - Lines of different ranks are never mixed.
 //!
 //! # Example

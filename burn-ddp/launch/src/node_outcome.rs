@@ -19,8 +19,7 @@ pub(crate) struct NodeOutcome {
     /// True if this machine's launcher was sent a signal to end, even after something else had ended the job.
     pub(crate) signalled: bool,
     pub(crate) output_lost: Option<String>,
-    /// Reason why the job cannot go on other than a rank's exit: a machine that is lost, a program that cannot be
-    /// started.
+    /// Reason other than a rank's exit why the job cannot go on: a machine is lost, or the program cannot be started.
     pub(crate) trouble: Option<Trouble>,
     /// Causes that this machine's ranks report, oldest first.
     pub(crate) blames: Vec<Blame>,
@@ -32,7 +31,7 @@ pub(crate) struct NodeOutcome {
 pub(crate) struct RankOutcome {
     pub(crate) rank: usize,
     pub(crate) pid: u32,
-    /// `None` if it did not even exit when killed.
+    /// `None` if the process did not exit even after SIGKILL.
     #[serde(rename = "end")]
     pub(crate) exit: Option<RankExit>,
     pub(crate) after: Duration,

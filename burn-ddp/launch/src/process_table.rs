@@ -1,5 +1,5 @@
-//! The processes of this machine, as `/proc` shows them; none where there is no `/proc`, or only that of another PID
-//! namespace, whose numbers mean other processes here (`unshare --pid` without `--mount-proc`).
+//! The processes of this machine, as `/proc` lists them. The list is empty if there is no `/proc`, or if it is the
+//! `/proc` of another PID namespace, whose pids mean other processes here (`unshare --pid` without `--mount-proc`).
 
 use std::fs;
 
@@ -11,11 +11,12 @@ pub(crate) struct Process {
     pub(crate) pid: Pid,
     /// `R`, `S`, `Z` …, as `ps` shows it.
     pub(crate) state: char,
-    /// Pid of its parent, 0 if that is in another PID namespace.
+    /// Pid of its parent; 0 if the parent is in another PID namespace.
     pub(crate) parent: i32,
-    /// Pid of the process that led its session in the beginning.
+    /// Id of its session: the pid of the process that created the session.
     pub(crate) session: i32,
-    /// Time of its start, in ticks since the machine's. With the pid it names a process for all time.
+    /// Start time of the process, in ticks since the boot. Pid and start time together identify a process, also after
+    /// the pid was used again.
     pub(crate) started: u64,
 }
 
@@ -43,7 +44,7 @@ impl Process {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// False if it has ended and its parent has not collected it.
+    /// False for a process that has ended and that its parent has not reaped.
     pub(crate) fn is_running(&self) -> bool {
         !matches!(self.state, 'Z' | 'X' | 'x')
     }

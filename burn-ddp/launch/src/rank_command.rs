@@ -1,4 +1,4 @@
-//! The command of one rank, and why it cannot be started.
+//! The command of one rank, and the errors of its start.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -10,7 +10,7 @@ use std::process::Command;
 use crate::error::LaunchError;
 use crate::freed_memory::keep_freed_memory;
 
-/// Program that every rank runs, with its arguments and further variables.
+/// Program that every rank runs, with its arguments and additional environment variables.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) program: OsString,
@@ -19,13 +19,13 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Number that tells lists of arguments apart, the same on all machines (FNV-1a).
+    /// Hash of the list of arguments, the same on all machines (FNV-1a).
     pub(crate) fn fingerprint_of_arguments(&self) -> u64 {
         let bytes = self.args.iter().flat_map(|arg| arg.as_encoded_bytes().iter().chain(&[0]));
         bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
     }
 
-    /// The command of a rank whose pools have `threads` threads. `job` are the variables that describe the job.
+    /// The command of a rank whose thread pools have `threads` threads. `job` are the variables that describe the job.
     pub(crate) fn command(&self, threads: usize, job: Vec<(String, String)>, keeps_terminal: bool) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
@@ -35,7 +35,8 @@ impl Program {
                 command.env(name, &threads);
             }
         }
-        // A rank is not torchrun's or mpirun's, even if the launcher is; and a job within a rank chooses for itself.
+        // If torchrun or mpirun has started this launcher, their variables describe the launcher, not the rank. And
+        // options of this burnrun must not become defaults of a burnrun that a rank starts.
         for (name, _) in std::env::vars_os() {
             let outer = ["TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "BURNRUN_"];
             if outer.iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes())) {
@@ -53,7 +54,7 @@ impl Program {
         command
     }
 
-    /// A variable of the ranks that does not describe the job.
+    /// Value of a variable that the ranks get from `env` or from this process's environment.
     fn variable(&self, name: &str) -> Option<OsString> {
         let own = self.env.iter().rev().find(|(own, _)| own == name).map(|(_, value)| value.clone());
         own.or_else(|| std::env::var_os(name))
@@ -73,7 +74,7 @@ impl Program {
     }
 }
 
-/// The processors this process may use: affinity and container limits count.
+/// Number of processors that this process may use, within its affinity and the limits of its container.
 ///
 /// # Example
 ///
@@ -89,7 +90,7 @@ fn why_not_found(program: &OsStr) -> String {
     let path = Path::new(program);
     let has_slash = program.as_encoded_bytes().contains(&b'/');
     if has_slash && path.exists() {
-        return "the file exists, but the interpreter in its first line (`#!…`) or its dynamic loader does not".into();
+        return "the file exists, but not the interpreter in its first line (`#!…`), or its dynamic loader".into();
     }
     if has_slash {
         return "there is no such file".into();

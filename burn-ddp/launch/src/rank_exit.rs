@@ -13,7 +13,7 @@ pub enum RankExit {
     Code(i32),
     /// Signal that killed the process.
     Signal(i32),
-    /// Exit whose status is not known, since other code in this process collected it.
+    /// Exit with an unknown status, since other code in this process reaped the child.
     Unknown,
 }
 
@@ -37,14 +37,15 @@ impl RankExit {
         }
     }
 
-    /// True for a death that no program chooses: a cause, and hardly the reaction to another rank's failure.
+    /// True for a signal that a program hardly sends to itself: such an exit is a cause, not the reaction to another
+    /// rank's failure.
     pub(crate) fn is_sudden(self) -> bool {
         matches!(self, Self::Signal(libc::SIGKILL | libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE))
     }
 
     pub(crate) fn hint(self) -> Option<String> {
         let hint = match self {
-            Self::Code(101) => "101 is how a Rust program ends that panicked",
+            Self::Code(101) => "101 is the exit code of a Rust program that panicked",
             Self::Code(code @ 129..=159) => {
                 return Some(format!(
                     "a shell ends with {code} when its program was killed by {}",
@@ -55,8 +56,8 @@ impl RankExit {
                 "the launcher did not send it; the kernel often does when memory runs out (see `dmesg`)"
             }
             Self::Signal(libc::SIGBUS) => {
-                "SIGBUS often means that a file that is mapped into memory was cut short, or that its file system is \
-                 full (see `df -h /dev/shm`, where NCCL has files; burn-ddp has none there)"
+                "SIGBUS often means that a memory-mapped file was truncated, or that its file system is full (see `df \
+                 -h /dev/shm`, where NCCL has files; burn-ddp has none there)"
             }
             _ => return None,
         };
@@ -74,7 +75,7 @@ impl fmt::Display for RankExit {
     }
 }
 
-/// `SIGKILL` for 9.
+/// Name of a signal: `SIGKILL` for 9.
 pub(crate) fn signal_name(signal: i32) -> String {
     let name = match signal {
         libc::SIGHUP => "SIGHUP",

@@ -20,13 +20,13 @@ use crate::report::user_notices::NoticeSink;
 use crate::signals;
 use crate::supervisor::{Action, Settings, Supervisor};
 
-/// The ranks that run on this machine. Not reaped before the end, so that their pids, which name their groups, stay
-/// theirs.
+/// The ranks that run on this machine. They are reaped only at the end of the generation: until then the kernel gives
+/// their pids, which are also the ids of their process groups, to no other process.
 pub(crate) struct Processes<'a> {
     supervisor: Supervisor,
     /// By local rank.
     children: Vec<Child>,
-    /// Everything that the ranks started.
+    /// The processes that the ranks started.
     leftovers: Leftovers<'a>,
     sender: Sender<Event>,
     events: &'a Receiver<Event>,
@@ -49,7 +49,7 @@ impl<'a> Processes<'a> {
         let pid = Pid::from_child(&child);
         let events = self.sender.clone();
         let waiter = thread::Builder::new().name(format!("burn-ddp-rank-{rank}")).spawn(move || {
-            // Sending fails if the job was given up; then the exit is of no interest.
+            // Sending fails if the main thread has given up the job; then the exit does not matter.
             let exit = wait_for_exit(pid, |change| drop(events.send(change.of(rank))));
             let _ = events.send(Event::Exited { rank, exit, at: Instant::now() });
         });
@@ -66,8 +66,8 @@ impl<'a> Processes<'a> {
         Ok(())
     }
 
-    /// Waits for the exit of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a
-    /// deadline.
+    /// Waits for the exit of all ranks of this machine, and stops them if the supervisor decides so. Every wait has a
+    /// deadline, except the wait for healthy ranks.
     pub(crate) fn supervise(mut self, relay: Option<Relay>, context: &mut GenerationContext<'_>) -> NodeOutcome {
         let mut relay = relay;
         if relay.is_some() {
@@ -92,7 +92,7 @@ impl<'a> Processes<'a> {
         NodeOutcome { node, host, blames: context.blames(), ..self.supervisor.into_outcome() }
     }
 
-    /// Gives the job up before all of its ranks were started: kills those that were, with all that they started.
+    /// Gives up the job because a rank could not be started: kills the other ranks and the processes that they started.
     pub(crate) fn abort(mut self, sink: NoticeSink) {
         let mut actions = self.supervisor.abort(Instant::now());
         loop {
@@ -115,7 +115,7 @@ impl<'a> Processes<'a> {
 
     /// The next event, or `None` when it is time to wake up.
     fn next_event(&self, wake: Option<Instant>) -> Option<Event> {
-        // Never disconnected: `self` holds a sender.
+        // The channel is never disconnected, since `self` holds a sender.
         let event = match wake {
             None => self.events.recv().ok(),
             Some(wake) => self.events.recv_timeout(wake.saturating_duration_since(Instant::now())).ok(),
@@ -166,10 +166,10 @@ impl<'a> Processes<'a> {
 
     fn signal_leftovers(&mut self, number: i32, sink: NoticeSink) {
         let Some(signal) = Signal::from_named_raw(number) else { return };
-        // Where the system does not list its processes, the groups are all that is known.
+        // Signals the groups too: without `/proc`, no leftovers are found.
         (0..self.children.len()).for_each(|rank| self.signal(rank, number));
         for (process, error) in self.leftovers.signal(signal) {
-            let why = error.map_or("it does not end".to_owned(), |error| error.to_string());
+            let why = error.map_or("SIGKILL did not end it".to_owned(), |error| error.to_string());
             let pid = process.raw_pid();
             sink.show(&format!("process {pid}, which a rank started, survives the job: {why}"));
         }
@@ -178,7 +178,7 @@ impl<'a> Processes<'a> {
     fn reap(&mut self) {
         let supervisor = &self.supervisor;
         for (_, child) in self.children.iter_mut().enumerate().filter(|(rank, _)| supervisor.has_exited(*rank)) {
-            // Returns at once: the process has exited. If its status is gone, so is the process.
+            // Returns at once, since the process has exited. An error means that it is already reaped.
             let _ = child.wait();
         }
     }
@@ -214,11 +214,12 @@ fn wait_for_exit(pid: Pid, changed: impl Fn(Change)) -> RankExit {
         if let Some(signal) = status.terminating_signal() {
             return RankExit::Signal(signal);
         }
-        // A change that was seen is still there: taken away, or it would be seen again. The exit is not taken by that.
+        // `NOWAIT` leaves the change in place, so it is taken here; otherwise the next turn would see it again. Without
+        // `EXITED`, this call does not reap the rank.
         match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), changes | WaitIdOptions::NOHANG)) {
             Ok(Some(status)) if status.continued() => changed(Change::Continued),
             Ok(Some(status)) => changed(Change::Stopped(status.stopping_signal().unwrap_or(libc::SIGSTOP))),
-            // It exited, or changed again, meanwhile.
+            // The rank has exited or changed again in the meantime.
             Ok(None) => {}
             Err(_) => return RankExit::Unknown,
         }

@@ -1,4 +1,4 @@
-//! The directory in which the ranks of a generation leave their reports.
+//! The directory into which the ranks of a generation write their reports.
 
 use std::fmt;
 use std::fs::{self, DirEntry, File};
@@ -15,18 +15,18 @@ use crate::output::log_dir::JobDir;
 
 /// Names of temporary directories begin with this.
 const PREFIX: &str = "burn-ddp-";
-/// Age from which on a directory without a lock is abandoned: a launcher locks its own at once.
+/// Age after which a directory without a lock counts as abandoned. A launcher locks its new directory at once.
 const ABANDONED: Duration = Duration::from_secs(60);
 /// File in a temporary directory with the [`Origin`] of its launcher.
 const ORIGIN: &str = ".launcher";
 
-/// Directory for reports. A temporary one is removed by the drop, or else by the guardian, or else, where both were
-/// killed, by the next launcher of this user.
+/// Directory for reports. A temporary one is removed on drop; by the guardian if this process was killed; by the next
+/// launcher of this user if both were killed.
 pub(crate) enum ReportDir {
     Permanent(PathBuf),
     Temporary {
         path: PathBuf,
-        /// Lock on the directory, which ends with this process, however that ends.
+        /// Lock on the directory. The kernel frees it when this process ends, also if it is killed.
         _lock: File,
     },
 }
@@ -69,7 +69,7 @@ impl ReportDir {
         }
     }
 
-    /// Path to be removed if this process cannot.
+    /// Path that the guardian removes if this process is killed; `None` for a permanent directory.
     pub(crate) fn temporary(&self) -> Option<&Path> {
         match self {
             Self::Permanent(_) => None,
@@ -83,16 +83,17 @@ impl Drop for ReportDir {
         if let Some(path) = self.temporary()
             && let Err(error) = fs::remove_dir_all(path)
         {
-            tracing::warn!(%error, path = %path.display(), "a temporary directory stays behind");
+            tracing::warn!(%error, path = %path.display(), "a temporary directory cannot be removed");
         }
     }
 }
 
-/// Machine of a launcher since its start. Machines may share a directory of temporary files and not its locks.
+/// Machine of a launcher and its boot. It is compared because machines may share a temporary directory whose locks they
+/// do not share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Origin {
     host: String,
-    /// Empty where the system has none.
+    /// Id of the boot; empty if the system has none.
     boot: String,
 }
 
@@ -120,13 +121,13 @@ fn remove_abandoned(temporary: &Path, own: &Origin) {
     for entry in fs::read_dir(temporary).into_iter().flatten().flatten() {
         match is_abandoned(&entry, own) {
             Ok(None) => {}
-            // Locked while it is removed: two launchers that start together do not both try.
+            // The lock is held during the removal, so that two launchers that start together do not both remove it.
             Ok(Some(_lock)) => match fs::remove_dir_all(entry.path()) {
-                Ok(()) => tracing::info!(path = %entry.path().display(), "removed what a killed launcher left"),
-                Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot remove it"),
+                Ok(()) => tracing::info!(path = %entry.path().display(), "removed the files of a killed launcher"),
+                Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot remove a directory"),
             },
-            // Gone meanwhile, as a rule.
-            Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot look at it"),
+            // Usually another launcher has removed the entry in the meantime.
+            Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot examine a directory"),
         }
     }
 }
@@ -148,7 +149,7 @@ fn is_abandoned(entry: &DirEntry, own: &Origin) -> io::Result<Option<File>> {
     }
     let opened = File::open(entry.path())?;
     let is_locked = flock(&opened, FlockOperation::NonBlockingLockExclusive).is_err();
-    // No lock of before this machine's start is held.
+    // A directory of an earlier boot is abandoned even if it seems locked: its launcher cannot be running.
     Ok((origin.boot != own.boot || !is_locked).then_some(opened))
 }
 

@@ -22,7 +22,7 @@ use crate::report::event_file::EventFile;
 use crate::start_watch::StartWatch;
 use crate::unix_child_spawn;
 
-/// Everything that the ranks of this machine are started from.
+/// The settings and resources from which the ranks of this machine are started.
 pub(crate) struct RankStart<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) trust: &'a Trust,
@@ -36,7 +36,7 @@ pub(crate) struct RankStart<'a> {
     pub(crate) report_dir: &'a Path,
     /// Mark of this generation's processes on this machine.
     pub(crate) mark: &'a str,
-    /// Control group of those, where there is one.
+    /// Control group of this generation's processes on this machine, if there is one.
     pub(crate) group: Option<&'a ControlGroup>,
     /// File for the ranks' events.
     pub(crate) event_file: Option<&'a EventFile>,
@@ -62,7 +62,7 @@ impl RankStart<'_> {
                 (Output::Stdout, child.stdout.take().map(Into::into)),
                 (Output::Stderr, child.stderr.take().map(Into::into)),
             ];
-            // From here on `processes` owns the child, and ends it on any error.
+            // `processes` owns the child from here on, and ends it if a later step fails.
             let stderr_log = self.log_path(local_rank, Output::Stderr).filter(|_| !self.keeps_terminal(local_rank));
             processes.add(child, stderr_log).map_err(|source| LaunchError::Spawn { rank, source })?;
             for (output, pipe) in pipes {
@@ -105,14 +105,14 @@ impl RankStart<'_> {
         local_rank == 0 && self.spec.stdio == Stdio::FirstRankInherits
     }
 
-    /// File of one output of a rank; `None` if it is not logged.
+    /// Path of the log of one output of a rank; `None` if that output is not logged.
     fn log_path(&self, local_rank: usize, output: Output) -> Option<PathBuf> {
         let rank = self.first_rank() + local_rank;
         let logged = self.spec.output.to_file(local_rank, output);
         logged.then(|| log_dir::log_path(self.report_dir, rank, output))
     }
 
-    /// Environment variables that tell a rank its number and where the others are.
+    /// Environment variables of a rank: its number, the world, and the address of the store in which ranks meet.
     fn variables(&self, local_rank: usize) -> Vec<(String, String)> {
         let plan = self.plan;
         let meeting = Meeting::Launcher { host: plan.host.clone(), port: plan.port };

@@ -1,5 +1,5 @@
-//! The store in which the ranks of one generation meet: node 0's launcher hosts it, and any launcher can fail the
-//! meeting.
+//! The store in which the ranks of one generation meet. Node 0's launcher hosts it; any launcher can fail the meeting
+//! when one of its ranks exits before it has joined.
 
 use std::cell::Cell;
 use std::thread;
@@ -13,14 +13,15 @@ use crate::job_authentication::{Trust, address};
 /// Longest time to connect to the ranks' store.
 const REACH: Duration = Duration::from_secs(5);
 
-/// Store of one generation, on a port of its own: processes left over from an earlier generation do not find it.
+/// Store of one generation. It has a port of its own, so processes left over from an earlier generation cannot reach
+/// it.
 pub(crate) struct RankStore {
     /// Serves until it is dropped.
     server: StoreServer,
 }
 
 impl RankStore {
-    /// Opens it on a free port of the address of `host`, which is this machine.
+    /// Opens the store on a free port of `host`, a name or address of this machine.
     pub(crate) fn open(host: &str, job: &str, generation: u32, trust: &Trust) -> Result<Self, LaunchError> {
         let server = StoreServer::bind((host, 0), &trust.key(job, generation));
         Ok(Self { server: server.map_err(|error| LaunchError::Store(error.into()))? })
@@ -31,7 +32,7 @@ impl RankStore {
     }
 }
 
-/// Fails the meeting of the ranks once one of them cannot come any more.
+/// Fails the meeting of the ranks once one of them has exited and cannot join any more.
 pub(crate) struct JoinAbort {
     address: String,
     job: JobKey,
@@ -39,14 +40,14 @@ pub(crate) struct JoinAbort {
 }
 
 impl JoinAbort {
-    /// Makes one for the ranks that meet at `host:port`.
+    /// For the ranks that meet at `host:port`.
     pub(crate) fn new(host: &str, port: u16, job: &str, generation: u32, trust: &Trust) -> Self {
         Self { address: address(host, port), job: trust.key(job, generation), announced: Cell::new(false) }
     }
 
-    /// Reports that `rank` will not come, and why. Ranks that have met notice nothing. Does not block.
+    /// Reports that `rank` will not join, and why. Has no effect on ranks that have already met. Does not block.
     pub(crate) fn announce(&self, rank: usize, cause: String) {
-        // One that is missing is enough: the others cannot meet again either.
+        // One missing rank is enough to fail the meeting.
         if self.announced.replace(true) {
             return;
         }
@@ -54,11 +55,11 @@ impl JoinAbort {
         let started = thread::Builder::new().name("burn-ddp-absence".into()).spawn(move || {
             let store = StoreClient::connect(&address, &job, REACH);
             if let Err(error) = store.and_then(|store| fail_join(&store, &job, &[rank], &cause)) {
-                tracing::debug!(%error, rank, "cannot tell the joining ranks that one is missing");
+                tracing::debug!(%error, rank, "cannot report a missing rank to the ranks that wait for it");
             }
         });
         if let Err(error) = started {
-            tracing::warn!(%error, rank, "cannot tell the joining ranks that one is missing");
+            tracing::warn!(%error, rank, "cannot report a missing rank to the ranks that wait for it");
         }
     }
 }

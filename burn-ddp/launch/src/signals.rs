@@ -1,7 +1,7 @@
 //! SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGWINCH of this process, turned into events for as long as a launcher runs.
 //!
-//! The handlers that were there before come back when the last launcher of the process is done, so that a program which
-//! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never gives a signal back.)
+//! The program's former handlers are restored when the last launcher of the process is done, so that a program which
+//! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never restores a signal's former action.)
 #![allow(unsafe_code)]
 
 use std::io::{self, Read};
@@ -20,10 +20,10 @@ use crate::event::Event;
 const CAUGHT: [c_int; 5] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP, libc::SIGWINCH];
 
 /// File descriptor to which the handler writes signal numbers. Written once, before the first handler is installed, and
-/// never closed: a handler may still be running on another thread when the handlers are taken away.
+/// never closed: a handler may still be running on another thread when the handlers are removed.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
-/// The process that the handler works for. A forked child that has not executed yet shares the pipe and must stay
-/// silent, or one Ctrl-C would count twice.
+/// Pid of the process whose signals count. A forked child that has not called `exec` yet shares the pipe; if its
+/// handler wrote there too, one Ctrl-C would count twice.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 static SHARED: Mutex<Shared> = Mutex::new(Shared { next: 0, listeners: Vec::new(), saved: Vec::new() });
 
@@ -35,7 +35,7 @@ struct Shared {
     saved: Vec<(c_int, libc::sigaction)>,
 }
 
-/// Signals reach the sender it was made with until it is dropped.
+/// Handle of a listener: signals reach its sender until the handle is dropped.
 pub(crate) struct Listening(u64);
 
 /// Sends [`Event::Signal`] to `events` for each caught signal.
@@ -89,7 +89,7 @@ fn install(shared: &mut Shared) -> io::Result<()> {
     OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Release);
     for signal in CAUGHT {
         let old = current(signal)?;
-        // `nohup` ignores SIGHUP for its descendants, shells without job control SIGTSTP; that wish stands.
+        // `nohup` makes its descendants ignore SIGHUP, and shells without job control SIGTSTP: they stay ignored.
         if [libc::SIGHUP, libc::SIGTSTP].contains(&signal) && old.sa_sigaction == libc::SIG_IGN {
             continue;
         }
@@ -105,7 +105,7 @@ fn install(shared: &mut Shared) -> io::Result<()> {
     Ok(())
 }
 
-/// Stops this process, as Ctrl-Z would had SIGTSTP not been caught; returns when it is continued.
+/// Stops this process, as Ctrl-Z does where SIGTSTP is not caught; returns when the process is continued.
 pub(crate) fn stop_here() -> io::Result<()> {
     let caught = current(libc::SIGTSTP)?;
     set(libc::SIGTSTP, &action(libc::SIG_DFL))?;
@@ -119,7 +119,7 @@ pub(crate) fn stop_here() -> io::Result<()> {
 fn restore(shared: &mut Shared) {
     for (signal, old) in shared.saved.drain(..) {
         let ours = if signal == libc::SIGCHLD { libc::SIG_DFL } else { on_signal as *const () as libc::sighandler_t };
-        // A handler that other code has installed meanwhile stays.
+        // A handler that other code has installed in the meantime is left in place.
         if current(signal).is_ok_and(|now| now.sa_sigaction == ours)
             && let Err(error) = set(signal, &old)
         {
@@ -133,7 +133,7 @@ fn action(handler: libc::sighandler_t) -> libc::sigaction {
     // flags).
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
     action.sa_sigaction = handler;
-    // Other threads' blocking calls go on as if nothing happened.
+    // System calls that the signal interrupts are restarted, so that other threads do not see EINTR.
     action.sa_flags = libc::SA_RESTART;
     action
 }

@@ -1,8 +1,9 @@
-//! Ends the start of a rank whose process does not come to its program: it is stopped, or the program's file system
-//! does not answer.
+//! Kills a rank's process that was forked but does not execute its program: because it is stopped, or because the
+//! program's file system does not answer.
 //!
-//! Until [`Command::spawn`](std::process::Command::spawn) returns, the main thread handles no events. A thread of this
-//! module hears the signals meanwhile and kills such a process; the call returns then, and the rank counts as killed.
+//! Until [`Command::spawn`](std::process::Command::spawn) returns, the main thread handles no events. In the meantime a
+//! thread of this module handles the signals, and kills such a process after a deadline. Then the call returns, and the
+//! rank counts as killed.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -22,21 +23,22 @@ use crate::process_table::{Process, processes};
 use crate::report::user_notices::NoticeSink;
 use crate::signals::{self, Listening};
 
-/// Time between two looks; a process that both of them see is killed.
+/// Time between two scans. After the deadline, a process that two scans in a row find is killed.
 const LOOK: Duration = Duration::from_millis(200);
-/// Time after which a process that was killed and is still there counts as one that cannot be killed.
+/// Time after SIGKILL from which on a process that still exists counts as one that cannot be killed.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Watches the starts of a generation's ranks on this machine until it is dropped.
 pub(crate) struct StartWatch {
-    /// Its end is the thread's.
+    /// Dropping it closes the thread's channel, which ends the thread.
     signals: Option<Listening>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl StartWatch {
-    /// To be called by the thread that starts the ranks. `mark` is in their environments. Starts may last for the time
-    /// to meet, and for the grace time after a signal to end or after `link` says that the generation is over.
+    /// Begins the watch. Must be called by the thread that starts the ranks, whose environments hold `mark`. The
+    /// deadline is the join timeout of `spec`; after a signal to end, or once `link` reports the end of the generation,
+    /// it is at most the grace time away.
     pub(crate) fn begin(spec: &JobSpec, mark: &str, link: Option<&Link>, generation: u32) -> io::Result<Self> {
         let is_over = link.map(|link| link.end_of(generation));
         let thread = fs::read_link("/proc/thread-self").unwrap_or_default();
@@ -55,17 +57,17 @@ impl StartWatch {
 impl Drop for StartWatch {
     fn drop(&mut self) {
         drop(self.signals.take());
-        // Short: its channel is closed.
+        // Takes no long time: the thread ends now that its channel is closed.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 struct Starts {
-    /// The kernel's list of the children of the thread that starts the ranks.
+    /// File of the kernel with the children of the thread that starts the ranks.
     children: PathBuf,
-    /// Those that are older than the ranks.
+    /// Children of that thread that are older than the ranks.
     before: HashSet<i32>,
-    /// `NAME=value`.
+    /// The generation's mark in the ranks' environments, as `NAME=value`.
     mark: String,
 }
 
@@ -82,7 +84,7 @@ impl Starts {
         let (mut seen, mut kills) = (HashSet::new(), Kills::default());
         loop {
             match events.recv_timeout(until.saturating_duration_since(Instant::now()).min(LOOK)) {
-                // The thread that starts the ranks cannot be freed.
+                // The main thread waits for a process that cannot be killed: only an exit ends this launcher.
                 Ok(Event::Signal(signal @ (libc::SIGINT | libc::SIGTERM | libc::SIGHUP))) if kills.are_in_vain() => {
                     std::process::exit(128 + signal);
                 }
@@ -113,7 +115,8 @@ impl Starts {
         }
     }
 
-    /// Children that run the program of this process and lack the mark: copies of it that are to become ranks.
+    /// Children that still run this process's own program and lack the mark: forked copies that have yet to execute the
+    /// program of their rank.
     fn unstarted(&self) -> Vec<Process> {
         let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
         let Some(own) = program("self") else { return Vec::new() };
@@ -131,28 +134,28 @@ impl Starts {
     }
 }
 
-/// None where the system has no such list.
+/// Numbers in a file; empty if there is no such file.
 fn numbers_in(file: &Path) -> HashSet<i32> {
     let text = fs::read_to_string(file).unwrap_or_default();
     text.split_ascii_whitespace().filter_map(|number| number.parse().ok()).collect()
 }
 
-/// Pid and time of start: a process for all time.
+/// Pid and start time, which identify a process also after its pid was used again.
 fn name(process: &Process) -> (i32, u64) {
     (process.raw_pid(), process.started)
 }
 
-/// The killed processes that are still there.
+/// The processes that were sent SIGKILL and still exist.
 #[derive(Default)]
 struct Kills {
     /// Time of the first kill of each, by [`name`].
     first: HashMap<(i32, u64), Instant>,
-    /// Those that cannot be killed.
+    /// The processes that count as ones that cannot be killed.
     in_vain: HashSet<(i32, u64)>,
 }
 
 impl Kills {
-    /// Line for the user about a process that is killed now, perhaps again; `None` if it is no news.
+    /// Notice for a process that is being killed, perhaps not for the first time; `None` if it says nothing new.
     fn notice(&mut self, process: &Process, now: Instant) -> Option<String> {
         let (name, pid, state) = (name(process), process.raw_pid(), process.state);
         let Some(first) = self.first.get(&name) else {
@@ -164,7 +167,7 @@ impl Kills {
             return Some(format!("process {pid} has not begun the program of its rank: {why}; killing it"));
         };
         let news = now.duration_since(*first) >= KILL_PATIENCE && self.in_vain.insert(name);
-        news.then(|| format!("process {pid} cannot be killed (state {state}); Ctrl-C leaves it behind"))
+        news.then(|| format!("process {pid} cannot be killed (state {state}); Ctrl-C ends burnrun without it"))
     }
 
     /// True if there is a process that cannot be killed.
@@ -178,8 +181,8 @@ impl Kills {
     }
 }
 
-/// Kills a process. The call that starts it may collect it meanwhile; pids are given in turn, so that no other process
-/// has its pid so soon.
+/// Kills a process. The call that starts it may reap it in the meantime, but the kernel assigns pids in turn, so no
+/// other process has its pid so soon.
 fn end(process: &Process) {
     if let Err(error) = kill_process(process.pid, Signal::KILL) {
         tracing::warn!(%error, "cannot kill a process that is to become a rank");

@@ -1,6 +1,6 @@
-//! Starting one rank so that it can be stopped with all its descendants and never outlives the launcher.
+//! Starts one rank so that it can be stopped together with its descendants and never outlives the launcher.
 //!
-//! The only place that runs code between `fork` and `exec`.
+//! The only module that runs code between `fork` and `exec`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -13,12 +13,12 @@ use rustix::process::{Pid, getpid, getppid, setsid};
 
 /// Spawns `command` as the leader of a session of its own.
 ///
-/// Its pid is then also the id of its process group, so one `kill` reaches its descendants. A session rather than a
-/// mere group: a process without a controlling terminal may read and configure the terminal it inherited, where a
-/// background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
+/// The child's pid is then also the id of its process group, so one `kill` reaches its descendants. It leads a session
+/// and not only a group because of the terminal that it may inherit: a process without a controlling terminal may read
+/// and configure it, while a background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
 ///
-/// It inherits the descriptors `inherited`, and enters the control group whose list of processes is `group`; all are
-/// open here. It runs on `processors`, if they are given.
+/// The child inherits the descriptors `inherited`, and enters the control group whose file `cgroup.procs` is open as
+/// `group`; all descriptors must be open in this process. The child runs on `processors`, if they are given.
 ///
 /// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
 pub(crate) fn spawn(
@@ -47,17 +47,17 @@ fn before_exec(
         affinity.take()?;
     }
     if let Some(fd) = group {
-        // Where the kernel refuses, sessions and marks remain.
-        // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
+        // An error is ignored: leftovers are then found by their sessions and marks.
+        // SAFETY: the caller of `spawn` holds the descriptor open in the launcher, of which this process is a copy.
         let _ = rustix::io::write(unsafe { BorrowedFd::borrow_raw(fd) }, b"0");
     }
     for fd in inherited.into_iter().flatten() {
-        // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
+        // SAFETY: the caller of `spawn` holds the descriptor open in the launcher, of which this process is a copy.
         fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::empty())?;
     }
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    // A launcher that died before the line above sends nothing any more; then init, or a subreaper, is the parent.
+    // If the launcher died before the line above, no death signal comes. Then the parent is init or a subreaper.
     if getppid() != Some(launcher) {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
@@ -76,7 +76,7 @@ impl Affinity {
         Affinity(set)
     }
 
-    /// Elsewhere no processors are given, see [`Binding`](crate::binding::Binding).
+    /// Never called: on other systems [`Binding`](crate::binding::Binding) gives no processors.
     #[cfg(not(target_os = "linux"))]
     fn of(_processors: &[u16]) -> Affinity {
         Affinity()

@@ -13,7 +13,7 @@ use common::{Job, run, script};
 /// Prints the cores of a rank and the threads of its pools.
 const SHOW: &str = "grep Cpus_allowed_list: /proc/self/status; echo threads: $RAYON_NUM_THREADS";
 
-/// Held by the test that binds ranks: the others would find its cores taken.
+/// Held by a test that binds ranks, since other tests would find its cores taken.
 static CORES: Mutex<()> = Mutex::new(());
 
 fn bound(nproc: usize, options: &[&str], text: &str) -> Command {
@@ -29,7 +29,7 @@ fn numbers(list: &str) -> BTreeSet<usize> {
     list.trim().split(',').flat_map(range).collect()
 }
 
-/// Cores of each rank, as the lines of its output say.
+/// Cores of each rank, from the lines of its output.
 fn shown<'a>(lines: &'a [String], name: &'a str) -> impl Iterator<Item = &'a str> {
     lines.iter().filter_map(move |line| line.strip_prefix(name)).map(str::trim)
 }

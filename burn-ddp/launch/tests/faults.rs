@@ -1,5 +1,5 @@
-//! Faults of the system around a rank: no job hangs, the culprit is named, the cause too. This test program launches
-//! itself. What needs rights that this process lacks is skipped, aloud.
+//! Faults of the system around a rank: no job hangs, and the culprit and the cause are named. This test program
+//! launches itself. Tests that need rights which this process lacks are skipped, with a line that says so.
 #![cfg(target_os = "linux")]
 
 use std::fs;
@@ -34,7 +34,7 @@ fn launch_with(peer_timeout: Duration, fault: &str, place: &Path) -> Outcome {
         .unwrap()
 }
 
-/// What a launched rank runs.
+/// The program of a launched rank.
 #[test]
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
@@ -104,7 +104,7 @@ fn suffer(fault: &str, place: &Path) {
 struct Group(PathBuf);
 
 impl Group {
-    /// `None`, and a line that says so, where it cannot be made. `hierarchy` is a controller of version 1, or
+    /// `None`, and a line that says so, if it cannot be made. `hierarchy` is a controller of version 1, or
     /// `unified`; `name` tells the groups of tests that run side by side apart.
     fn new(hierarchy: &str, name: &str) -> Option<Self> {
         let root = Path::new("/sys/fs/cgroup");
@@ -160,7 +160,7 @@ fn poll_until(what: &str, there: impl Fn() -> bool) {
     }
 }
 
-/// What the others say about rank 1, without numbers of seconds.
+/// The other ranks' errors about rank 1, without numbers of seconds.
 fn said_of_rank_1(place: &Path) -> String {
     let error = fs::read_to_string(place.join("error-0")).unwrap();
     assert!(error.contains("rank 1") && error.contains("its process is stopped"), "{error}");
@@ -182,7 +182,7 @@ fn a_frozen_rank_is_named_like_a_stopped_one() {
     });
 }
 
-/// A job whose rank 1 is frozen by a group of `hierarchy`: what the others say about it.
+/// The other ranks' errors about rank 1 in a job whose rank 1 is frozen by a control group of `hierarchy`.
 fn freeze(hierarchy: &str) -> Option<String> {
     let group = Group::new(hierarchy, "frozen")?;
     let place = tempfile::tempdir().unwrap();
@@ -191,7 +191,7 @@ fn freeze(hierarchy: &str) -> Option<String> {
         let outcome = scope.spawn(|| launch("frozen", place.path()));
         let has_error = |rank: usize| place.path().join(format!("error-{rank}")).exists();
         poll_until("the others wait for a frozen rank", || has_error(0) && has_error(2));
-        // Of version 1, not even SIGKILL ends what is frozen.
+        // In control groups of version 1, not even SIGKILL ends a frozen process.
         group.thaw();
         outcome.join().unwrap()
     });

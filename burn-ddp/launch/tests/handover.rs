@@ -23,7 +23,7 @@ fn launch(wrapper: &[&str]) -> Outcome {
     Launcher::new(words[0], words[1..].iter().copied()).nproc(2).run().unwrap()
 }
 
-/// What a launched rank runs.
+/// The program of a launched rank.
 #[test]
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
@@ -41,7 +41,7 @@ fn ranks_behind_wrappers_get_the_secret_and_the_events() {
     let mut tried = 0;
     for wrapper in [
         &["env"][..],
-        // As Python's `subprocess`, which closes what it inherited.
+        // As Python's `subprocess` does, which closes inherited descriptors.
         &[
             "bash",
             "-c",

@@ -18,7 +18,8 @@ use free_port::FreePort;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-/// As ssh: options, the host, the command. It writes down what a stranger could see of it.
+/// Stands in for ssh and takes its arguments: options, the host, the command. It records its arguments and environment,
+/// which other users could see.
 const SSH: &str = r#"#!/bin/sh
 (printf '%s\n' "$@"; env) >"$0.seen.$$"
 while :; do case $1 in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
@@ -75,7 +76,7 @@ impl Place {
         command
     }
 
-    /// What a failure to start says.
+    /// The error line of a job that fails to start.
     fn failure(&self, hosts: &str, options: &[&str]) -> String {
         let Finished { status, stdout, stderr, .. } = run(&mut self.script(hosts, options, "sleep 600"));
         assert_eq!((status.code(), stdout), (Some(1), vec![]), "{stderr}");
@@ -92,7 +93,7 @@ fn two_that_wait(place: &Place) -> (Job, Vec<u32>) {
     (job, pids)
 }
 
-/// What a launched rank runs.
+/// The program of a launched rank.
 #[test]
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
@@ -226,7 +227,7 @@ fn a_burnrun_that_is_killed_here_ends_all_hosts() {
 fn a_burnrun_that_is_killed_on_a_host_ends_all_and_the_host_is_named() {
     let place = Place::new();
     let (job, pids) = two_that_wait(&place);
-    // The script has become the shell, and that burnrun.
+    // The script has executed the shell, and the shell burnrun, so the child of burnrun is the burnrun on the host.
     let machine = |pid: Pid| {
         let env = std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())).unwrap_or_default();
         env.split(|&byte| byte == 0).any(|variable| variable == b"BURN_DDP_MACHINE=b")

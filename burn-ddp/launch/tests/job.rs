@@ -1,4 +1,4 @@
-//! A job from start to end: who gets which variables, who failed, which exit code.
+//! A job from start to end: the variables of each rank, the rank that failed, the exit code.
 #![cfg(feature = "cli")]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -11,7 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use burn_ddp_comm::{LaunchEnv, Meeting};
 use common::{Job, burnrun, run, script};
 
-/// What each rank prints with `env`, by rank.
+/// The environment that each rank prints with `env`, by rank.
 fn environments(lines: &[String]) -> Vec<BTreeMap<String, String>> {
     let mut found = BTreeMap::<usize, BTreeMap<String, String>>::new();
     for line in lines {
@@ -43,7 +43,7 @@ fn each_rank_gets_its_variables() {
         assert_eq!(variables["RANK"], rank.to_string());
         assert_eq!(variables["RAYON_NUM_THREADS"], (cores / 3).max(1).to_string());
         assert_eq!(variables["OMP_NUM_THREADS"], "5");
-        // Where the rank's libc is not glibc it ignores them.
+        // If the rank's libc is not glibc, it ignores them.
         let keeps = common::ALLOCATOR.map(|name| variables.contains_key(name));
         assert_eq!(keeps, [cfg!(all(target_os = "linux", target_pointer_width = "64")); 3]);
         assert_eq!(variables["MINE"], "kept");
@@ -131,7 +131,7 @@ fn a_rank_that_will_not_stop_is_killed() {
     let finished = run(&mut script(3, &["--grace", "0.3"], program));
     assert_eq!(finished.code(), 4);
     assert!(
-        finished.stderr.contains("burnrun: ranks 1, 2 did not end when told to and had to be killed\n"),
+        finished.stderr.contains("burnrun: ranks 1, 2 did not end after the signal and had to be killed\n"),
         "{}",
         finished.stderr
     );
@@ -182,7 +182,7 @@ fn wrong_usage_ends_with_2_and_starts_nothing() {
         (vec!["-n", "5000", "echo", "started"], "5000 ranks"),
         (vec!["--grace", "soon", "echo", "started"], "number of seconds"),
         (vec!["--no-such-flag", "echo", "started"], "--no-such-flag"),
-        (vec!["-n", "2", "--epochs", "1", "echo"], "options of the program come after it"),
+        (vec!["-n", "2", "--epochs", "1", "echo"], "options of the program come after the program"),
         (vec!["-n", "2"], "PROGRAM"),
     ] {
         let finished = run(&mut burnrun(&args));

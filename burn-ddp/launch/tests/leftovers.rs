@@ -1,4 +1,5 @@
-//! Processes that ranks start end with the job, also those that have left the rank's group, session or family.
+//! Processes that ranks start end with the job, also those that have left the rank's group or session, or have lost
+//! their parent.
 #![cfg(all(feature = "cli", target_os = "linux"))]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -22,7 +23,7 @@ const SESSION: &str =
 const DAEMON: &str = r#"(setsid env -i FILE="$FILE" \
     sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' \
     >/dev/null 2>&1 &)"#;
-/// Waits for the pid in the file, so that what follows begins with the process there.
+/// Waits for the pid in the file, so that the rest of a script runs after the process has started.
 const STARTED: &str = r#"while [ ! -s "$FILE" ]; do sleep 0.01; done"#;
 
 fn bash(nproc: &str, script: &str, file: &Path) -> Command {
@@ -61,7 +62,7 @@ fn processes_outside_of_the_rank_s_group_end_with_a_killed_launcher() {
 #[test]
 fn a_program_that_launches_itself_ends_what_its_ranks_started() {
     let dir = tempfile::tempdir().unwrap();
-    // A child of this process that is none of the job's.
+    // A child of this process that does not belong to the job.
     let mut other = Command::new("sleep").arg("600").spawn().unwrap();
     for (kind, start) in [("group", GROUP), ("session", SESSION)] {
         let file = dir.path().join(kind);
@@ -74,7 +75,7 @@ fn a_program_that_launches_itself_ends_what_its_ranks_started() {
     other.wait().unwrap();
 }
 
-/// Makes orphans that end at once, and waits until none of them is a zombie of burnrun's.
+/// Makes orphans that end at once, and waits until burnrun has reaped them all.
 const ORPHANS: &str = r#"
     for i in 1 2 3 4 5 6 7 8; do (setsid env -i true &); done
     sleep 0.2
@@ -92,7 +93,7 @@ const ORPHANS: &str = r#"
 
 /// True if this process may make control groups of version 2; a line that says so if not.
 fn control_groups() -> bool {
-    // Tests run side by side, and the name of what is tried is the process's.
+    // The name of the trial group comes from the process, so tests that run side by side must not try at the same time.
     static POSSIBLE: LazyLock<bool> = LazyLock::new(try_control_groups);
     *POSSIBLE
 }
@@ -143,7 +144,7 @@ fn a_daemon_of_a_rank_ends_with_a_program_that_launches_itself() {
     }
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("daemon");
-    // It makes a group below that of the job.
+    // The rank makes a group below the job's.
     let below = r#"for mount in /sys/fs/cgroup /sys/fs/cgroup/unified; do
         group=$mount$(sed -n 's/^0:://p' /proc/self/cgroup)
         [ -e "$group/cgroup.kill" ] || continue
@@ -177,7 +178,7 @@ fn processes_of_another_pid_namespace_are_none_of_the_job_s() {
     assert!(!finished.stderr.contains("survives the job"), "{}", finished.stderr);
 }
 
-/// Runs burnrun as the first process of a PID namespace; `None`, and a line that says so, where that is not allowed.
+/// Runs burnrun as the first process of a PID namespace; `None`, and a line that says so, if that is not allowed.
 fn run_as_first_process(options: &[&str], args: &[&str]) -> Option<Finished> {
     let mut first = Command::new("unshare");
     first.args(["--pid", "--fork"]).args(options).arg(env!("CARGO_BIN_EXE_burnrun")).args(args);

@@ -1,4 +1,4 @@
-//! Output in files, and the report of what went wrong.
+//! Output in files, and the report of a failure.
 #![cfg(feature = "cli")]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -74,7 +74,7 @@ fn commands_say_their_whole_name_and_what_they_need() {
     let empty = tempfile::tempdir().unwrap();
     let nowhere = empty.path().join("nowhere");
     for (dir, part) in
-        [(nowhere.as_path(), "no such directory; give what was given as --log-dir"), (empty.path(), "no job")]
+        [(nowhere.as_path(), "no such directory; give the --log-dir of the job"), (empty.path(), "no job")]
     {
         let finished = run(&mut burnrun([std::ffi::OsStr::new("report"), dir.as_os_str()]));
         assert_eq!(finished.code(), 1);
@@ -134,7 +134,7 @@ fn a_panic_is_named_though_a_backtrace_follows_it() {
     assert!(
         first.starts_with("# rank 1 (host ") && first.ends_with("panicked at src/train.rs:88:13: index out of bounds")
     );
-    assert!(written.contains("(was told to stop)"), "{written}");
+    assert!(written.contains("(stopped by the launcher)"), "{written}");
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_temporary_directory_goes_before_the_search_for_processes() {
     fs::write(done, "").unwrap();
 }
 
-/// A machine that kills the guardian, too, for memory or as a whole, leaves a directory.
+/// If the guardian is killed too (memory runs out, or the machine goes down), a directory is left behind.
 #[test]
 fn the_next_job_removes_the_directory_of_a_launcher_killed_with_its_guardian() {
     let tmp = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Jobs on several machines, which here are several launchers on one.
+//! Jobs on several machines; in these tests, several launchers on one machine.
 #![cfg(feature = "cli")]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -18,7 +18,7 @@ use free_port::FreePort;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-/// A meeting of two launchers of one job.
+/// The address and secret of a job of two launchers.
 struct Place {
     dir: TempDir,
     port: FreePort,
@@ -54,7 +54,7 @@ impl Place {
         self.burnrun_with("60", node, nproc, script)
     }
 
-    /// `burnrun` that gives a silent machine up after so many seconds.
+    /// A `burnrun` that gives up a machine that is silent for `peer_timeout` seconds.
     fn burnrun_with(&self, peer_timeout: &str, node: usize, nproc: usize, script: &str) -> Command {
         let (node, nproc, port) = (node.to_string(), nproc.to_string(), self.port.port.to_string());
         let mut command = burnrun(["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", &port]);
@@ -70,7 +70,7 @@ fn run_all(launchers: impl IntoIterator<Item = Launcher>) -> Vec<Result<Outcome,
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
-/// What a launched rank runs.
+/// The program of a launched rank.
 #[test]
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
@@ -173,8 +173,8 @@ fn a_machine_that_does_not_come_is_named() {
     assert_eq!(error.to_string().matches(" within ").count(), 1, "one time, that of all attempts: {error}");
 }
 
-/// All launchers of two jobs with one meeting, program and arguments: two of them are a job, and the others learn that
-/// it is there.
+/// Starts two jobs with the same address, program and arguments: two of the four launchers form a job, and the others
+/// get errors that name it.
 #[test]
 fn a_job_started_twice_is_one_job_and_errors() {
     let taken = ["node rank 1 is taken already (host ", "another job listens there: end it, or choose another"];
@@ -225,8 +225,11 @@ fn machines_that_do_not_fit_are_refused() {
     thread::scope(|scope| {
         let host = scope.spawn(|| first.run());
         for (launcher, part) in others {
-            let error = launcher.run().expect_err(part).to_string();
-            assert!(error.contains(part), "{part}: {error}");
+            let error = launcher.run().expect_err(part);
+            let differs = [" here, but ", "other arguments"].iter().any(|difference| part.contains(difference));
+            assert_eq!(matches!(error, LaunchError::Disagree(_)), differs, "{error}");
+            assert_eq!(error.exit_code(), if differs { 2 } else { 1 }, "{error}");
+            assert!(error.to_string().contains(part), "{part}: {error}");
         }
         let error = host.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("missing is node 1; node 0 refused"), "{error}");
@@ -259,7 +262,7 @@ fn an_interrupt_on_one_machine_stops_all() {
     pids.into_iter().for_each(assert_gone);
 }
 
-/// The first node says what to run on the other; the other says how it went on.
+/// Kills the launcher of node `killed` while the ranks run; returns the exit and output of the other node's launcher.
 fn with_a_killed_launcher(killed: usize) -> Finished {
     let place = Place::new();
     let jobs = [0, 1].map(|node| Job::start(&mut place.burnrun_with("5", node, 1, "echo $$; exec sleep 600")));

@@ -1,4 +1,4 @@
-//! What comes out of `burnrun`: whole lines of every rank, and all of them.
+//! Output of `burnrun`: all lines of every rank, each whole.
 #![cfg(feature = "cli")]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -42,8 +42,7 @@ fn the_timeline_is_put_together_when_all_ranks_have_ended() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("trace.json");
     std::fs::write(dir.path().join("trace.json.rank-1"), "left by an earlier job\n").unwrap();
-    // What ranks leave that are killed: rank 1 dies in the middle of a line, and before it had written anything in the
-    // second job.
+    // Output of killed ranks: rank 1 dies in the middle of a line, in the second job before it has written anything.
     let part = r#"
         [ "$BURN_DDP_TIMELINE" ] || exit 9
         printf '{"rank":%s,"origin_ns":5000}\n{"ts":1.000,"ph":"i","pid":%s,"name":"a"}\n{"ts":2.0' \
@@ -116,7 +115,7 @@ fn ranks_notice_when_nobody_reads_their_output() {
     let mut stderr = String::new();
     job.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     let code = job.wait().unwrap().code();
-    // The shell ends by SIGPIPE, or with 9 where that is ignored.
+    // The shell ends by SIGPIPE, or with 9 if that signal is ignored.
     assert!(matches!(code, Some(141 | 9)), "{code:?}: {stderr}");
     assert!(stderr.contains("burnrun: some output was lost, since writing to stdout failed"), "{stderr}");
 }

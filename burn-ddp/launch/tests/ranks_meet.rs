@@ -1,4 +1,4 @@
-//! The ranks really find each other through what the launcher set up: this test program launches itself.
+//! The ranks find each other by the variables and the store of the launcher. This test program launches itself.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ fn launch(nproc: usize, what: &str) -> Outcome {
         .unwrap()
 }
 
-/// What a launched rank runs.
+/// The program of a launched rank.
 #[test]
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
@@ -46,7 +46,7 @@ fn as_a_rank() {
     if world.rank() == 1 {
         std::process::exit(42);
     }
-    // The death of rank 1 may be seen in the first one already.
+    // The death of rank 1 may already show in the first call.
     let error = reduced.and_then(|()| group.all_reduce(&mut sum, ReduceOp::Sum)).unwrap_err();
     eprintln!("{error}");
     std::process::exit(if error.rank() == Some(1) { 3 } else { 4 });

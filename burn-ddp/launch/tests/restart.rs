@@ -22,7 +22,7 @@ fn a_failed_job_starts_anew_with_places_of_its_own() {
     let column = |i: usize| lines.iter().map(|line| line[i]).collect::<BTreeSet<_>>();
     assert_eq!(lines.len(), 6, "{lines:?}");
     assert_eq!(column(0), BTreeSet::from(["0", "1", "2"]));
-    // The kernel may give a store the port of the one before.
+    // The kernel may give the new store the port of the previous one.
     assert_eq!(column(2).len(), 3, "an id per generation: {lines:?}");
     for line in ["exited with code 9", "burnrun: restart 1 of at most 3\n", "burnrun: restart 2 of at most 3\n"] {
         assert!(finished.stderr.contains(line), "{}", finished.stderr);
@@ -74,7 +74,7 @@ fn an_interrupt_while_a_failed_job_settles_prevents_the_restart() {
     let pid = job.line().rsplit(' ').next().unwrap().parse().unwrap();
     assert!(is_running(pid));
     job.signal(Signal::INT);
-    // Two at the same moment are one to the kernel.
+    // The kernel merges two signals of one kind that come at the same moment.
     std::thread::sleep(Duration::from_millis(500));
     job.signal(Signal::INT);
     let finished = job.finish();

@@ -1,4 +1,4 @@
-//! A rank whose program does not begin does not hold the launcher.
+//! A rank whose program does not begin does not block the launcher.
 #![cfg(all(feature = "cli", target_os = "linux"))]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -29,7 +29,7 @@ struct Leased {
 }
 
 impl Leased {
-    /// `None`, and a line that says so, where there are no leases.
+    /// `None`, and a line that says so, if the system has no leases.
     fn new(directory: &Path) -> Option<Self> {
         let path = directory.join("program");
         fs::copy("/bin/true", &path).unwrap();
@@ -59,7 +59,7 @@ fn an_interrupt_ends_a_launcher_whose_rank_has_not_begun() {
         let rank = poll_until("a rank is started", || child_of(job.pid(), name));
         for _ in 0..interrupts {
             job.signal(Signal::INT);
-            // Signals of one kind that come at once are one.
+            // The kernel merges signals of one kind that come at the same moment.
             std::thread::sleep(Duration::from_millis(100));
         }
         let interrupted = Instant::now();

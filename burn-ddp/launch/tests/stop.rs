@@ -1,4 +1,4 @@
-//! However a job is stopped, nothing of it stays behind.
+//! However a job is stopped, none of its processes and files stay behind.
 #![cfg(feature = "cli")]
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
@@ -85,10 +85,10 @@ fn nothing_survives_a_killed_launcher() {
     pids.into_iter().for_each(assert_gone);
 }
 
-/// The kernel alone sees to it, where there is no shell for the helper or somebody killed it.
+/// Without the guardian (no shell for it, or it was killed), the kernel alone ends the ranks.
 #[test]
 fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
-    // Nobody is left to remove the job's temporary directory.
+    // No process is left that would remove the job's temporary directory.
     let tmp = tempfile::tempdir().unwrap();
     let job = Job::start(script(3, &[], "echo $$; exec sleep 600").env("TMPDIR", tmp.path()));
     let pids = pids(&job.lines(3));
@@ -97,7 +97,7 @@ fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
     assert!(pids.iter().all(|&pid| is_running(pid)));
     job.signal(Signal::KILL);
     pids.into_iter().for_each(assert_gone);
-    // Nor its control group, which has nobody left in it.
+    // The job's control group, now empty, stays too.
     if let Some(group) = group {
         common::poll_until("the control group is empty", || std::fs::remove_dir(&group).ok());
     }
@@ -107,7 +107,7 @@ fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
 fn children_of_ranks_end_with_the_job() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pid");
-    // Its output is its own, so nothing but its group ties it to the job.
+    // Its output goes elsewhere, so only its process group ties it to the job.
     let program = r#"sleep 600 >/dev/null 2>&1 & echo $! >"$FILE"; exit $CODE"#;
     for code in ["0", "3"] {
         let finished = run(script(1, &[], program).env("FILE", &file).env("CODE", code));

@@ -51,7 +51,7 @@ fn a_stopped_rank_is_named_and_so_is_its_going_on() {
     );
     to(pid, Signal::CONT);
     assert_eq!(next(), format!("burnrun: rank 1 (pid {pid}) goes on"));
-    // A stopped rank hears that it is to end.
+    // A stopped rank handles the signal to end.
     to(pid, Signal::STOP);
     assert!(next().contains("is stopped"));
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
@@ -61,8 +61,8 @@ fn a_stopped_rank_is_named_and_so_is_its_going_on() {
 
 #[test]
 fn ctrl_z_stops_the_whole_job_and_fg_lets_it_go_on() {
-    // A process group of its own, whose parent is in another group of the session, as under a shell: else the kernel
-    // would not stop it.
+    // A process group of its own, whose parent is in another group of the session, as under a shell: otherwise the
+    // kernel would not stop it.
     let mut command = script(2, &["--grace", "1"], "echo $$; exec sleep 100");
     let job = Job::start(command.process_group(0));
     let pids: Vec<u32> = job.lines(2).iter().map(|line| pid_of(line)).collect();

@@ -1,4 +1,4 @@
-//! The CNN of `mnist` on plain Burn, trained on random digits: what building Burn alone costs.
+//! The CNN of `mnist` on plain Burn, trained on random digits. Building it shows the build time of Burn alone.
 #![forbid(unsafe_code)]
 
 use burn::nn::conv::{Conv2d, Conv2dConfig};

@@ -8,12 +8,12 @@ use clap::Args;
 
 use crate::simulated_machines::{Cable, Machines};
 
-/// Machines of the ranks, if there are several.
+/// Options for ranks on several simulated machines.
 #[derive(Args, Debug)]
 pub(super) struct MachineOptions {
-    /// Ranks of each machine, such as 4,4: network namespaces with a cable each to a switch (needs root, ip and tc).
-    /// Compares with gloo and Open MPI. `bytes sent` is what the busiest machine sends per all-reduce, as its interface
-    /// counts it.
+    /// Number of ranks on each machine, such as 4,4. Machines are network namespaces, each with a cable to a switch
+    /// (needs root, ip and tc). Compares with gloo and Open MPI. `bytes sent` are the bytes per all-reduce that the
+    /// interface of the busiest machine counts.
     #[arg(
         long,
         value_delimiter = ',',
@@ -24,14 +24,14 @@ pub(super) struct MachineOptions {
     /// Speed of a machine's cable each way, in Gbit/s; 0 for no limit.
     #[arg(long, default_value_t = 1.0, requires = "machines")]
     gbit: f64,
-    /// Limit of each connection, in Mbit/s, as clouds have one; 0 for none.
+    /// Limit of each connection, in Mbit/s, as in many clouds; 0 for no limit.
     #[arg(long, default_value_t = 0.0, requires = "machines")]
     flow_mbit: f64,
-    /// Time that each packet takes from machine to machine, in milliseconds, over cables without a limit (needs
-    /// python3); 0 for as little as can be.
+    /// Time that each packet takes between two machines, in milliseconds, over cables without a limit (needs python3);
+    /// 0 for no added delay.
     #[arg(long, default_value_t = 0.0, requires = "machines", conflicts_with_all = ["gbit", "flow_mbit"])]
     delay_ms: f64,
-    /// Deals ranks to the machines in turns, instead of one machine after the other.
+    /// Assigns ranks to the machines in turns (0, 1, 0, 1), instead of in blocks (0, 0, 1, 1).
     #[arg(long, requires = "machines")]
     cyclic: bool,
 }
@@ -42,23 +42,24 @@ impl MachineOptions {
         !self.machines.is_empty()
     }
 
-    /// The machines, if they were asked for.
+    /// Starts the machines; `None` if the options name none.
     ///
     /// # Errors
-    /// If a machine has no rank, or a cable no speed; like [`Machines::new`] and [`Machines::with_delay`].
+    /// If a machine has no rank, or a speed is not valid; and the errors of [`Machines::new`] and
+    /// [`Machines::with_delay`].
     pub(super) fn start(&self) -> Result<Option<Machines>> {
         if !self.any() {
             return Ok(None);
         }
         ensure!(self.machines.iter().all(|ranks| *ranks > 0), "a machine has at least one rank");
         let is_speed = |speed: f64| speed >= 0.0 && speed.is_finite();
-        ensure!(is_speed(self.gbit) && is_speed(self.flow_mbit), "a cable and a connection have a speed");
+        ensure!(is_speed(self.gbit) && is_speed(self.flow_mbit), "--gbit and --flow-mbit must be 0 or more");
         let placement = placement(&self.machines, self.cyclic);
         if self.delay_ms == 0.0 {
             let cable = Cable { gbit: self.gbit, flow_mbit: self.flow_mbit };
             return Machines::new(placement, cable).map(Some);
         }
-        let delay = Duration::try_from_secs_f64(self.delay_ms / 1e3).context("a delay is not negative")?;
+        let delay = Duration::try_from_secs_f64(self.delay_ms / 1e3).context("--delay-ms must be 0 or more")?;
         Machines::with_delay(placement, delay).map(Some)
     }
 }
@@ -84,7 +85,7 @@ impl fmt::Display for MachineOptions {
     }
 }
 
-/// Machine of each rank, where machine `m` has `ranks[m]`.
+/// Machine of each rank, by rank; machine `m` has `ranks[m]` ranks.
 fn placement(ranks: &[usize], cyclic: bool) -> Vec<usize> {
     let places = ranks.iter().enumerate().flat_map(|(machine, ranks)| (0..*ranks).map(move |turn| (turn, machine)));
     let mut places: Vec<(usize, usize)> = places.collect();

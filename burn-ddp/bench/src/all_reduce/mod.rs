@@ -26,13 +26,13 @@ use report::{Measured, X};
 
 /// Time of an all-reduce (sum) by size, next to its peers and to the hardware's limits.
 ///
-/// Several numbers of ranks or dtypes are interleaved with each other, too.
+/// Measurements of several numbers of ranks or dtypes are interleaved with each other, too.
 #[derive(Args, Debug)]
 pub(crate) struct AllReduce {
     /// Engines to measure.
     #[arg(long, value_delimiter = ',', default_value = "shm")]
     engine: Vec<Engine>,
-    /// Numbers of ranks; they are processes (`threads`: threads).
+    /// Numbers of ranks. Ranks are processes, for the engine `threads` threads.
     #[arg(
         long,
         alias = "worlds",
@@ -49,13 +49,13 @@ pub(crate) struct AllReduce {
         default_value_ifs = [("oversubscribe", "true", "8192,16777216"), ("scaling", "true", "16777216")]
     )]
     sizes: Vec<usize>,
-    /// Numbers of elements, instead of `--sizes`: to compare dtypes.
+    /// Numbers of elements instead of bytes, to compare dtypes.
     #[arg(long, value_delimiter = ',', conflicts_with = "sizes")]
     elements: Vec<usize>,
-    /// Types of the elements, of f32, f16, bf16 and f64.
+    /// Types of the elements: f32, f16, bf16, f64.
     #[arg(long, alias = "dtypes", value_delimiter = ',', value_parser = parse_dtype, default_value = "f32")]
     dtype: Vec<DType>,
-    /// Place of the ranks' buffers: memory of their own, or memory that the group reduces without copies.
+    /// Kinds of the ranks' buffers: their own memory, or shared memory that the group reduces without copies.
     #[arg(
         long,
         value_delimiter = ',',
@@ -63,21 +63,22 @@ pub(crate) struct AllReduce {
         default_value_ifs = [("oversubscribe", "true", "slice,arena"), ("scaling", "true", "arena")]
     )]
     buffers: Vec<BufferKind>,
-    /// Peers and limits to compare with [default: all that apply; peers that are not installed are left out]
+    /// Peers and limits to compare with; peers that are not installed are left out [default: all that apply]
     #[arg(long, value_delimiter = ',', num_args = 1..)]
     peers: Option<Vec<Peer>>,
     /// Compares with no peer and no limit.
     #[arg(long, conflicts_with = "peers")]
     alone: bool,
-    /// More ranks than cores: times each all-reduce by itself, and takes the CPU time of ranks that wait for a late
-    /// one. Other defaults: `--world 4,8 --sizes 8192,16777216 --buffers slice,arena --rounds 10 --round-ms 100`.
+    /// Measures with more ranks than cores: times each all-reduce by itself, and measures the CPU time of ranks that
+    /// wait for a late one. Changes the defaults to `--world 4,8 --sizes 8192,16777216 --buffers slice,arena --rounds
+    /// 10 --round-ms 100`.
     #[arg(long)]
     oversubscribe: bool,
-    /// Delay of rank 0, in milliseconds, while the CPU time of the ranks that wait for it is taken.
+    /// Delay of rank 0, in milliseconds, while the CPU time of the ranks that wait for it is measured.
     #[arg(long, default_value_t = 200, requires = "oversubscribe")]
     late_ms: u64,
-    /// CPU time per rank and byte as the world grows. Other defaults: `--world 2,4,8,16,32 --sizes 16777216 --buffers
-    /// arena --peers gloo --rounds 5 --round-ms 200`.
+    /// Measures the CPU time per rank and byte as the world grows. Changes the defaults to `--world 2,4,8,16,32 --sizes
+    /// 16777216 --buffers arena --peers gloo --rounds 5 --round-ms 200`.
     #[arg(long, conflicts_with = "oversubscribe")]
     scaling: bool,
     /// Number of rounds, in each of which every contender has a turn.
@@ -105,23 +106,26 @@ pub(crate) struct AllReduce {
     common: CommonOptions,
 }
 
-/// Largest world in which gloo takes part unless `--peers` names it: processes of torch are large.
+/// Largest world in which gloo takes part by default: processes of torch need much memory.
 const GLOO_RANKS: usize = 8;
-/// Number of all-reduces for which rank 0 is late, and their bytes.
+/// Number of all-reduces to which rank 0 comes late, and their bytes.
 const LATE_STEPS: usize = 5;
 const LATE_BYTES: usize = 8192;
 
 impl AllReduce {
     pub(crate) fn run(&self) -> Result<()> {
-        ensure!(self.rounds > 0 && self.world.iter().all(|world| *world > 0), "at least one rank and one round");
+        ensure!(
+            self.rounds > 0 && self.world.iter().all(|world| *world > 0),
+            "--world and --rounds must be at least 1"
+        );
         plot::check(self.plot.as_deref())?;
-        // Oversubscribed, a percentile of means would hide what happens to few all-reduces.
+        // With more ranks than cores, a percentile of means would hide the few slow all-reduces.
         let per_sample = (self.oversubscribe || self.scaling).then_some(1);
         let effort = Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample };
         let machines = self.machines.start()?;
         let worlds = machines.as_ref().map_or(self.world.clone(), |machines| vec![machines.world()]);
         let neighbours = self.neighbours.start()?;
-        // Without neighbours first.
+        // First without neighbours, then with them.
         let beside: Vec<Option<&Neighbours>> = std::iter::once(None).chain(neighbours.as_ref().map(Some)).collect();
         let settings = worlds.iter().flat_map(|world| self.dtype.iter().map(move |dtype| (*world, *dtype)));
         let settings = settings.flat_map(|setting| beside.iter().map(move |beside| (setting, *beside)));
@@ -200,7 +204,7 @@ impl AllReduce {
         }
     }
 
-    /// Shows the share of a core that ranks use while they wait for rank 0, which is late.
+    /// Prints the share of a core that ranks use while they wait for rank 0, which comes late.
     fn show_waiting(&self, fields: &mut [Field]) -> Result<()> {
         let mut table = Table::new(["ranks", "contender", "CPU of a rank that waits"]);
         for field in fields {

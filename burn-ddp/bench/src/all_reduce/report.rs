@@ -1,4 +1,4 @@
-//! Results of a comparison of all-reduces: tables for people, objects for programs, lines for plots.
+//! Results of a comparison of all-reduces as a table, as JSON objects, and as lines of plots.
 
 use burn_ddp_comm::DType;
 use serde_json::{Map, Value, json};
@@ -13,7 +13,7 @@ use crate::table::{Table, bytes, ratio, time_us};
 pub(super) struct Measured {
     pub(super) world: usize,
     pub(super) dtype: DType,
-    /// Programs that compute beside the ranks.
+    /// Number of programs that compute while the ranks are measured.
     pub(super) neighbours: usize,
     pub(super) bytes: usize,
     pub(super) timings: Vec<Timing>,
@@ -29,7 +29,7 @@ impl Measured {
         self.timings.iter().find(|timing| timing.contender == contender)
     }
 
-    /// Objects of this project's times. `of_size` has all worlds and dtypes of the same size.
+    /// A JSON object for each of this project's contenders. `of_size` has all worlds and dtypes of the same size.
     pub(super) fn rows(&self, of_size: &[Measured]) -> Vec<Value> {
         self.ours().map(|own| self.row(own, of_size)).collect()
     }
@@ -66,19 +66,19 @@ impl Measured {
         })
     }
 
-    /// Time of `own` as a multiple of the first dtype's.
+    /// Time of `own` as a multiple of the same contender's time with the first dtype.
     fn of_first_dtype(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
         let alike = |one: &&Measured| (one.world, one.neighbours) == (self.world, self.neighbours);
         Some(own.times_longer_than(of_size.iter().find(alike)?.timing(own.contender)?))
     }
 
-    /// Time of `own` as a multiple of the one without neighbours.
+    /// Time of `own` as a multiple of the same contender's time without neighbours.
     fn of_idle(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
         let alike = |one: &&Measured| (one.world, one.dtype, one.neighbours) == (self.world, self.dtype, 0);
         Some(own.times_longer_than(of_size.iter().find(alike)?.timing(own.contender)?))
     }
 
-    /// CPU time of `own` per rank and byte as a multiple of the first world's; `None` if the clock did not tick there.
+    /// CPU time of `own` per rank and byte as a multiple of that in the first world; `None` if that measured as 0.
     fn of_smallest_world(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
         let first = of_size.iter().filter(|one| (one.dtype, one.neighbours) == (self.dtype, self.neighbours));
         let (first, timing) = first.filter_map(|one| Some((one, one.timing(own.contender)?))).next()?;
@@ -86,7 +86,7 @@ impl Measured {
         (first > 0.0).then(|| self.cpu_ns_per_byte(own) / first)
     }
 
-    /// Bytes of one rank's buffer by time, in GB/s.
+    /// Bytes of one rank's buffer per time, in GB/s.
     pub(super) fn bandwidth(&self, timing: &Timing) -> f64 {
         self.bytes as f64 / timing.median_us() / 1e3
     }
@@ -102,7 +102,7 @@ impl Measured {
     }
 }
 
-/// A row for each size, world, dtype and contender, with its ratio to each of this project's.
+/// A table with a row for each size, world, dtype and contender, and its ratio to each of this project's contenders.
 pub(super) fn table(all: &[Vec<Measured>]) -> Table {
     let several = |differ: fn(&Measured, &Measured) -> bool| {
         all.iter().any(|of_size| of_size.iter().any(|one| differ(one, &of_size[0])))
@@ -187,7 +187,7 @@ fn against(own: &Timing, other: &Timing) -> String {
     }
 }
 
-/// Lines of a plot: one for each contender and dtype, and for each number of ranks unless `x` is that.
+/// Lines of a plot: one for each contender and dtype, and, unless `x` is the number of ranks, for each world.
 pub(super) fn lines(all: &[Vec<Measured>], x: X, y: fn(&Measured, &Timing) -> f64) -> Vec<Line> {
     let (first, mut lines) = (all.iter().flatten().next(), Vec::<Line>::new());
     for measured in all.iter().flatten() {

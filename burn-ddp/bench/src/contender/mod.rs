@@ -40,7 +40,7 @@ pub(crate) enum Peer {
     Memcpy,
     /// Limit: each rank writes a cache line and reads the others'.
     Cacheline,
-    /// Limit: the same bytes both ways through one socket, and one sum.
+    /// Limit: two ranks exchange the same bytes through one socket, and add them once.
     Pump,
     /// Limit: the copies and sums of all ranks, evenly spread over the cores.
     Floor,
@@ -57,11 +57,11 @@ pub(crate) enum Model {
     Mlp,
     /// A decoder-only transformer of blocks of 3 MiB over items of 64 tokens, with Adam.
     Gpt,
-    /// `Gpt` on a device with gradient checkpointing. Only in Burn.
+    /// `Gpt` on a device with gradient checkpointing. Only with Burn.
     GptCheckpointing,
 }
 
-/// Elements of a side of a layer of [`Model::Mlp`].
+/// Inputs and outputs of a layer of [`Model::Mlp`].
 pub(crate) const MLP_WIDTH: usize = 512;
 
 /// Layers of [`Model::Mlp`] with `bytes` of weights.
@@ -69,23 +69,24 @@ pub(crate) fn mlp_layers(bytes: usize) -> usize {
     (bytes / (4 * MLP_WIDTH * MLP_WIDTH)).max(1)
 }
 
-/// Way of training.
+/// Way of training: with or without data parallelism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Side {
-    /// Each rank by itself.
+    /// Each rank trains by itself.
     Plain,
-    /// Each rank by itself; the ranks meet at a bare barrier after each step.
+    /// Each rank trains by itself; the ranks meet at a bare barrier after each step.
     Barrier,
-    /// Like `Barrier`, with each parameter read through two nodes of autodiff that do nothing: the least that
-    /// intercepting its gradient takes. Only [`Model::Tensors`], in Burn.
+    /// Like `Barrier`, with each parameter read through two autodiff nodes that do nothing: the least that intercepting
+    /// its gradient costs. Only [`Model::Tensors`], with Burn.
     Nodes,
     /// Data-parallel by `Ddp::wrap`, or by torch's `DistributedDataParallel`.
     Wrapped,
-    /// `Wrapped`, with parameters in parts; torch's `fully_shard`. Only [`Model::Gpt`].
+    /// Data-parallel with sharded parameters, by `Ddp::wrap_with` or torch's `fully_shard`. Only the models `Gpt` and
+    /// `GptCheckpointing`.
     Sharded,
 }
 
-/// Framework that trains.
+/// Framework with which a rank trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Framework {
     /// Burn, over this engine.
@@ -99,18 +100,18 @@ pub(crate) struct Trainer {
     pub(crate) framework: Framework,
     pub(crate) model: Model,
     pub(crate) side: Side,
-    /// Size of buckets; `None` for the framework's own.
+    /// Size of buckets; `None` for the framework's default.
     pub(crate) bucket_bytes: Option<usize>,
-    /// True if the allocator returns no memory to the system between steps.
+    /// True if glibc's allocator keeps freed memory instead of returning it to the system.
     pub(crate) keeps_memory: bool,
 }
 
-/// A column of a comparison.
+/// A contender of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Contender {
     Ours(Engine, BufferKind),
     Theirs(Peer),
-    /// The limit of ranks with buffers of this kind.
+    /// The limit [`Peer::Floor`] for buffers of this kind.
     Floor(BufferKind),
     Training(Trainer),
 }
@@ -118,13 +119,13 @@ pub(crate) enum Contender {
 /// Setting that all contenders of a comparison share.
 #[derive(Clone, Copy)]
 pub(crate) struct Setting<'a> {
-    /// Ranks.
+    /// Number of ranks.
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     pub(crate) programs: &'a Programs,
-    /// Machines of the ranks; `None` for this one.
+    /// Simulated machines of the ranks; `None` if all run on this machine.
     pub(crate) machines: Option<&'a Machines>,
-    /// Programs that compute beside the ranks.
+    /// Programs that compute while the ranks are measured.
     pub(crate) neighbours: Option<&'a Neighbours>,
 }
 
@@ -135,7 +136,7 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Programs of the peers.
+/// Options with the programs of the peers.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Programs {
     /// A Python that can import torch, for gloo and DDP.
@@ -153,7 +154,7 @@ impl Contender {
         }
     }
 
-    /// True if the contender measures anything for `bytes` between `world` ranks.
+    /// True if the contender can be measured with `bytes` per rank and `world` ranks.
     pub(crate) fn applies(self, bytes: usize, world: usize) -> bool {
         match self {
             Contender::Ours(..) | Contender::Training(_) => true,
@@ -172,7 +173,7 @@ impl Contender {
     }
 }
 
-/// Contenders of each engine with each kind of buffers.
+/// Contenders of this project: each engine with each kind of buffers.
 pub(crate) fn ours(engines: &[Engine], kinds: &[BufferKind]) -> Vec<Contender> {
     engines.iter().flat_map(|engine| kinds.iter().map(|kind| Contender::Ours(*engine, *kind))).collect()
 }

@@ -20,15 +20,15 @@ pub(crate) struct Script {
 }
 
 impl Script {
-    /// Writes `text` into `scratch` as `name`, and beside it what it imports.
+    /// Writes `text` into `scratch` as `name`, and beside it the module that it imports.
     ///
     /// # Errors
-    /// If the Python of the options cannot import torch.
+    /// If the Python that `programs` names is missing or cannot import torch.
     pub(crate) fn new(name: &str, text: &str, programs: &Programs, scratch: &Scratch) -> Result<Script> {
         let python = find_program(&programs.python).with_context(|| format!("there is no {}", programs.python))?;
         let knows = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
         let knows = Command::new(&python).args(["-c", knows]).status()?.success();
-        ensure!(knows, "{} has no torch; another Python can be given with --python", python.display());
+        ensure!(knows, "{} cannot import torch; name another Python with --python", python.display());
         Script::write(python, name, text, scratch)
     }
 
@@ -55,7 +55,7 @@ mod tests {
     use crate::contender_ranks::Team;
     use crate::driver_protocol::RoundPlan;
 
-    /// A script like torch's, without torch.
+    /// A script such as those of `peers/`, without torch.
     const TEXT: &str = "
 import sys
 import driver_client

@@ -16,14 +16,14 @@ use crate::spin_barrier::SharedLines;
 /// Starts the ranks of `contender`.
 ///
 /// # Errors
-/// If it is not installed, does not know the dtype, or does not start.
+/// If the contender is not installed, does not support the dtype, or does not start.
 pub(crate) fn start(contender: Contender, setting: &Setting<'_>) -> Result<Team> {
     let &Setting { world, dtype, .. } = setting;
     let scratch = Scratch::new()?;
     let own = |what: &str, kind: BufferKind| OwnRank { what: what.to_owned(), kind, world, dtype };
     let name = contender.to_string();
     let (mut commands, keep): Started = match contender {
-        Contender::Ours(Engine::Nccl, _) => bail!("nccl reduces what is on GPUs, such as the gradients of `step`"),
+        Contender::Ours(Engine::Nccl, _) => bail!("nccl reduces only data on GPUs, such as the gradients of `step`"),
         Contender::Ours(Engine::Threads, kind) => (vec![own("threads", kind).command(&scratch, 0)?], Vec::new()),
         Contender::Ours(engine, kind) => {
             let (envs, keep) = setting.envs()?;
@@ -55,11 +55,11 @@ type Started = (Vec<Command>, Vec<Box<dyn Any>>);
 /// Variables of each rank, and values that must live as long as the ranks do.
 type Envs = (Vec<LaunchEnv>, Vec<Box<dyn Any>>);
 
-/// The job's name.
+/// Name of the job in which ranks meet.
 const JOB: &str = "burn-ddp-bench";
 
 impl Setting<'_> {
-    /// Variables of each rank, and the store where they meet unless rank 0 hosts it.
+    /// Variables of each rank, and the store in which the ranks meet; on several machines rank 0 hosts the store.
     fn envs(&self) -> Result<Envs> {
         match self.machines {
             Some(machines) => Ok((machines.envs(JOB), Vec::new())),
@@ -73,7 +73,7 @@ impl Setting<'_> {
     }
 }
 
-/// Variables of `world` ranks on this machine, and the store where they meet.
+/// Variables of `world` ranks on this machine, and the store in which they meet.
 pub(crate) fn envs(world: usize) -> Result<(Vec<LaunchEnv>, StoreServer)> {
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network(JOB, 0))?;
     let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
@@ -81,7 +81,7 @@ pub(crate) fn envs(world: usize) -> Result<(Vec<LaunchEnv>, StoreServer)> {
     Ok(((0..world).map(env).collect(), store))
 }
 
-/// A rank that is this program again.
+/// A rank that runs this program itself, with the sub-command `rank`.
 struct OwnRank {
     what: String,
     kind: BufferKind,
@@ -100,11 +100,11 @@ impl OwnRank {
     }
 }
 
-/// Variables by which glibc keeps freed memory, with the values that `burnrun` sets.
+/// Variables that make glibc keep freed memory, with the values that `burnrun` sets.
 const KEEP_MEMORY: [(&str, &str); 3] =
     [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456"), ("MALLOC_ARENA_MAX", "4")];
 
-/// Settings of glibc's allocator in trainers, for people.
+/// Text with the settings of glibc's allocator in trainers.
 pub(crate) fn describe_allocator(keeps_memory: bool) -> String {
     match keeps_memory {
         true => KEEP_MEMORY.map(|(name, value)| format!("{name}={value}")).join(" "),
@@ -112,7 +112,7 @@ pub(crate) fn describe_allocator(keeps_memory: bool) -> String {
     }
 }
 
-/// Sets up glibc's allocator for a trainer, whatever the environment says.
+/// Sets up glibc's allocator for a trainer, overriding this process's environment.
 fn set_allocator(command: &mut Command, keeps_memory: bool) {
     for (name, value) in KEEP_MEMORY {
         if keeps_memory {
@@ -190,20 +190,23 @@ fn gloo(setting: &Setting<'_>, scratch: &Scratch) -> Result<Vec<Command>> {
 
 /// An implementation of MPI.
 struct Mpi {
-    /// Compiler and launcher where several implementations are installed, and how `mpirun --version` tells this one.
+    name: &'static str,
+    /// Compiler and launcher, by their names where several implementations are installed.
     programs: [&'static str; 2],
+    /// Text in the output of this implementation's `mpirun --version`.
     says: &'static str,
     flags: &'static [&'static str],
 }
 
-const MPICH: Mpi = Mpi { programs: ["mpicc.mpich", "mpirun.mpich"], says: "HYDRA", flags: &[] };
+const MPICH: Mpi = Mpi { name: "MPICH", programs: ["mpicc.mpich", "mpirun.mpich"], says: "HYDRA", flags: &[] };
 const OPEN_MPI: Mpi = Mpi {
+    name: "Open MPI",
     programs: ["mpicc.openmpi", "mpirun.openmpi"],
     says: "Open",
     flags: &["--oversubscribe", "--allow-run-as-root"],
 };
 
-/// Compiles the driver with this implementation, and runs it.
+/// Compiles `peers/mpi.c` with this implementation; returns the command that runs its ranks.
 fn mpi(mpi: &Mpi, setting: &Setting<'_>, scratch: &Scratch) -> Result<Command> {
     let &Setting { world, dtype, machines, .. } = setting;
     ensure!(matches!(dtype, DType::F32 | DType::F64), "MPI has no {dtype}");
@@ -212,7 +215,10 @@ fn mpi(mpi: &Mpi, setting: &Setting<'_>, scratch: &Scratch) -> Result<Command> {
         let version = Command::new(&run).arg("--version").output().ok()?;
         String::from_utf8_lossy(&version.stdout).contains(mpi.says).then_some((cc, run))
     });
-    let Some((cc, run)) = found else { bail!("not installed: neither {} nor such an mpicc in PATH", mpi.programs[0]) };
+    let Some((cc, run)) = found else {
+        let [cc, run] = mpi.programs;
+        bail!("{0} is not installed: PATH has neither {cc} and {run}, nor the mpicc and mpirun of {0}", mpi.name);
+    };
     let (source, program) = (scratch.path().join("mpi.c"), scratch.path().join("mpi"));
     std::fs::write(&source, include_str!("../../peers/mpi.c"))?;
     let compiled = Command::new(&cc).args(["-O2", "-o"]).arg(&program).arg(&source).output()?;

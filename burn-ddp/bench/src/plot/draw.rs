@@ -110,7 +110,7 @@ fn compact(value: f64) -> String {
         v if v >= 1e9 => format!("{:.0}G", v / 1e9),
         v if v >= 1e6 => format!("{:.0}M", v / 1e6),
         v if v >= 1e3 => format!("{:.0}k", v / 1e3),
-        // Without what binary fractions leave over.
+        // Rounded, so that a binary fraction such as 0.1 does not show all its digits.
         v => format!("{}", (v * 1e6).round() / 1e6),
     }
 }

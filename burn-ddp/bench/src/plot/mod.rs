@@ -14,7 +14,7 @@ pub(crate) use draw::Plot;
 #[cfg(not(feature = "plot"))]
 pub(crate) use not_built::Plot;
 
-/// Points of one contender.
+/// A line of a plot: the points of one contender.
 pub(crate) struct Line {
     pub(crate) name: String,
     pub(crate) points: Vec<(f64, f64)>,

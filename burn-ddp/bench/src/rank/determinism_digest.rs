@@ -1,4 +1,4 @@
-//! The digest that `determinism` compares: of results of collectives on random floats after random pauses.
+//! The digest that `determinism` compares: a hash of the results of collectives on random floats after random pauses.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::thread;
@@ -10,10 +10,11 @@ use half::{bf16, f16};
 
 use super::BufferKind;
 
-/// Number of elements that are reduced, and numbers of elements of the buckets into which they are cut.
+/// Number of elements that are reduced.
 const LEN: usize = 100_003;
+/// Numbers of elements of the buckets into which they are cut.
 const BUCKETS: [usize; 6] = [LEN, 65_536, 20_011, 8192, 4097, 1000];
-/// Number of pauses for each bucket size, in its first calls: further ones would only take time.
+/// Number of calls with each bucket size, the first ones, before which a rank pauses; more pauses would only take time.
 const PAUSES: usize = 6;
 
 #[derive(Clone, Copy)]
@@ -22,7 +23,8 @@ enum Kind {
     Weighted,
 }
 
-/// Digest of all results of this run: the same on every rank and in every run, if bits depend on the inputs alone.
+/// Digest of all results of this run. It is the same on every rank and in every run if the bits of results depend only
+/// on the inputs.
 pub(super) fn digest(group: &ProcessGroup, dtype: DType, kind: BufferKind, run: u64, pause_us: u64) -> Result<u64> {
     let rank = group.rank() as u64;
     let input = floats(dtype, rank);
@@ -30,7 +32,7 @@ pub(super) fn digest(group: &ProcessGroup, dtype: DType, kind: BufferKind, run: 
     let mut digest = DefaultHasher::new();
     for reduction in [Kind::Op(ReduceOp::Sum), Kind::Op(ReduceOp::Mean), Kind::Weighted] {
         let mut first: Option<Vec<u8>> = None;
-        // Each run takes two of the sizes, all runs take all.
+        // Each run uses two of the sizes, the first and another; together the runs use all.
         for nth in [0, 1 + run as usize % (BUCKETS.len() - 1)] {
             let bucket_bytes = BUCKETS[nth] * dtype.size_bytes();
             let mut result = input.clone();
@@ -40,7 +42,7 @@ pub(super) fn digest(group: &ProcessGroup, dtype: DType, kind: BufferKind, run: 
                 }
                 reduce(group, dtype, kind, reduction, bucket)?;
             }
-            // A difference between bucket sizes shows as one between runs.
+            // The other size depends on the run, so a difference between bucket sizes changes the run's digest.
             match &first {
                 None => first = Some(result),
                 Some(first) if *first == result => digest.write_u8(0),
@@ -70,7 +72,7 @@ fn reduce(group: &ProcessGroup, dtype: DType, kind: BufferKind, reduction: Kind,
     Ok(())
 }
 
-/// Floats of magnitudes up to 2⁵, so close to each other that the order of additions changes the bits of their sums.
+/// Random floats of magnitudes up to 2⁴, similar enough that the order of additions changes the bits of their sums.
 fn floats(dtype: DType, rank: u64) -> Vec<u8> {
     let mut random = Random(77 + rank);
     let mut bytes = Vec::with_capacity(LEN * dtype.size_bytes());

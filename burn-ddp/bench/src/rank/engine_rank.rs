@@ -6,7 +6,7 @@ use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, SharedBuffer, Shar
 use super::{BufferKind, Workload, determinism_digest};
 use crate::exact_inputs;
 
-/// The variable that forces an engine.
+/// The environment variable that chooses an engine.
 const ENGINE: &str = "BURN_DDP_ENGINE";
 
 pub(super) struct EngineRank {
@@ -16,8 +16,8 @@ pub(super) struct EngineRank {
     memory: Option<Memory>,
 }
 
-/// The buffers, and the group that reduces them. Each size has a new group, whose own memory for that size ends with
-/// it.
+/// The buffers, and the group that reduces them. Each size has a new group, so that a group's own memory for a size is
+/// freed before the next one.
 struct Memory {
     group: ProcessGroup,
     bytes: usize,
@@ -32,7 +32,7 @@ enum Buffers {
 
 /// Joins the world that the environment describes.
 pub(super) fn join() -> Result<World> {
-    let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
+    let env = LaunchEnv::detect()?.context("no launcher's environment variables are set")?;
     let world = World::join(&env, WorldOptions::from_env()?)?;
     // NCCL is chosen when a model is wrapped.
     if let Some(wanted) = std::env::var(ENGINE).ok().filter(|wanted| wanted != "nccl") {
@@ -86,7 +86,7 @@ impl Workload for EngineRank {
             }
             Buffers::Arena(arenas) => {
                 let (buffer, view) = &mut arenas[nth];
-                // The result of the last use has been read.
+                // While a view of the last result exists, the next reduction of the buffer costs a copy.
                 *view = None;
                 *view = Some(memory.group.all_reduce_shared(self.dtype, buffer, ReduceOp::Sum, 0)?);
             }

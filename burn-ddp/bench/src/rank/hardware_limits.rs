@@ -1,11 +1,11 @@
-//! Limits of the hardware, without any library: copies, a cache line, and the sums.
+//! Limits of the hardware, measured without any library: copies, the exchange of a cache line, copies and sums.
 
 use anyhow::{Result, ensure};
 
 use super::{BufferKind, Workload};
 use crate::spin_barrier::Meeting;
 
-/// Each rank copies its bytes, all at the same time.
+/// The limit `memcpy`: all ranks copy their bytes at the same time.
 pub(super) struct Memcpy {
     meeting: Meeting,
     buffers: Vec<[Vec<u8>; 2]>,
@@ -41,7 +41,8 @@ impl Workload for Memcpy {
     }
 }
 
-/// Each rank writes a cache line of its own and reads all others: the least that any collective does.
+/// The limit `cacheline`: each rank writes a cache line of its own and reads the others', the least that any collective
+/// does.
 pub(super) struct Cacheline {
     meeting: Meeting,
 }
@@ -64,15 +65,15 @@ impl Workload for Cacheline {
         Ok(())
     }
 
-    /// Nothing to check: a rank that saw an old line would still wait.
+    /// Nothing to check: a rank that does not see the new lines does not return from the step.
     fn check(&mut self, _: usize, _: u64, _: usize) -> Result<()> {
         Ok(())
     }
 }
 
-/// Lower bound of an all-reduce through shared memory: one process per core does the sums and copies of all ranks,
-/// without waits. Per rank that is the sum of its slice over all inputs, and for buffers outside the arena a copy in
-/// and one out.
+/// The limit `floor`, a lower bound of an all-reduce through shared memory: one process per core does the sums and
+/// copies of all ranks, without waits in between. For each rank, it sums the rank's slice over all inputs; for buffers
+/// outside the arena, it also copies the input in and the result out.
 pub(super) struct Floor {
     meeting: Meeting,
     world: usize,
@@ -83,11 +84,11 @@ pub(super) struct Floor {
     sets: Vec<Set>,
 }
 
-/// Memory of an all-reduce that this process reads or writes.
+/// The buffers of one all-reduce.
 struct Set {
-    /// Per rank of this process: its buffer outside the arena.
+    /// For each rank whose work this process does: its buffer outside the arena; empty for buffers in the arena.
     own: Vec<Vec<f32>>,
-    /// Per rank of the world: its input, of which this process reads slices, and writes its own ranks' copies.
+    /// For each rank of the world: its input in the arena.
     arena: Vec<Vec<f32>>,
     result: Vec<f32>,
 }
@@ -141,7 +142,7 @@ impl Workload for Floor {
     }
 }
 
-/// Elements summed at a time: they stay in the first cache level.
+/// Number of elements summed at a time, few enough for the first cache level.
 const BLOCK: usize = 1024;
 
 fn add(sources: &[&[f32]], out: &mut [f32]) {

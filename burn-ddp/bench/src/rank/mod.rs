@@ -1,4 +1,5 @@
-//! A rank of one of our contenders: a process (or, for the engine `threads`, a thread) that does what the driver says.
+//! A rank of one of this project's contenders or limits: a process (or, for the engine `threads`, a thread) that
+//! executes the driver's commands.
 
 mod determinism_digest;
 mod engine_rank;
@@ -39,7 +40,7 @@ pub(crate) struct RankArgs {
     dtype: DType,
     #[arg(long, default_value = "slice")]
     buffers: BufferKind,
-    /// File descriptor of the driver's shared memory, for kinds that meet there.
+    /// File descriptor of the driver's shared memory, for kinds of ranks that meet there.
     #[arg(long)]
     lines: Option<i32>,
     /// Model to train.
@@ -50,18 +51,18 @@ pub(crate) struct RankArgs {
     #[cfg(feature = "burn")]
     #[arg(long, default_value = "plain")]
     side: crate::contender::Side,
-    /// Bucket size, instead of the reducer's own.
+    /// Bucket size, instead of the reducer's default.
     #[cfg(feature = "burn")]
     #[arg(long)]
     bucket_bytes: Option<usize>,
 }
 
-/// Place of a rank's buffers.
+/// Kind of a rank's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum BufferKind {
-    /// Memory of its own, reduced in place.
+    /// The rank's own memory, reduced in place.
     Slice,
-    /// Memory of the group (`shared_buffers`), reduced where it is; results are views.
+    /// Memory of the group (`shared_buffers`), reduced without copies; results are views.
     Arena,
 }
 
@@ -72,25 +73,25 @@ pub(crate) enum What {
     Engine,
     /// All ranks of a world, as threads.
     Threads,
-    /// Copies its bytes.
+    /// The limit that copies bytes.
     Memcpy,
-    /// Exchanges a cache line.
+    /// The limit that exchanges a cache line.
     Cacheline,
-    /// Pumps bytes through a socket both ways.
+    /// The limit that sends bytes through a socket both ways.
     Pump,
-    /// Does its share of the copies and sums of all ranks.
+    /// The limit that does a share of the copies and sums of all ranks.
     Floor,
     /// Trains a model with Burn.
     #[cfg(feature = "burn")]
     Train,
 }
 
-/// Abilities of a contender's rank. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
+/// Work of a rank. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
 trait Workload {
     /// Makes `count` buffers of `bytes`, and drops earlier ones.
     fn prepare(&mut self, bytes: usize, count: usize) -> Result<()>;
 
-    /// Number of buffers that [`prepare`](Self::prepare) made, asked for `count`.
+    /// Number of buffers that [`prepare`](Self::prepare) has made for `count`.
     fn buffers(&self, count: usize) -> usize {
         count
     }
@@ -98,7 +99,7 @@ trait Workload {
     /// Fills buffer `nth` with this rank's input.
     fn fill(&mut self, nth: usize, seed: u64);
 
-    /// The step that is measured.
+    /// Does the measured step on buffer `nth`.
     fn step(&mut self, nth: usize) -> Result<()>;
 
     /// Checks that buffer `nth`, filled with `seed`, holds the right values after `uses` steps.
@@ -106,7 +107,7 @@ trait Workload {
 
     /// Digest that `determinism` compares.
     fn digest(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
-        bail!("`determinism` compares the engines of burn-ddp alone")
+        bail!("`determinism` compares only engines of burn-ddp")
     }
 }
 
@@ -179,7 +180,7 @@ fn serve(control: &Path, rank: usize, mut workload: Box<dyn Workload>, cpu: Cpu)
                 workload.digest(run.parse()?, pause_us.parse()?).map(|digest| format!("ok {digest:016x}"))
             }
             ["quit"] => break,
-            _ => bail!("what is {line:?}?"),
+            _ => bail!("unknown command {line:?} from the driver"),
         };
         lines.say(&answer.unwrap_or_else(|error| format!("error {}", format!("{error:#}").replace('\n', " "))))?;
     }
@@ -187,7 +188,7 @@ fn serve(control: &Path, rank: usize, mut workload: Box<dyn Workload>, cpu: Cpu)
 }
 
 fn round(workload: &mut dyn Workload, rank: usize, count: usize, plan: &RoundPlan, cpu: Cpu) -> Result<RankTimes> {
-    ensure!(count > 0, "a round before anything is prepared");
+    ensure!(count > 0, "`round` came before `prepare`");
     let seed = |nth: usize| plan.seed + nth as u64;
     for nth in 0..count {
         workload.fill(nth, seed(nth));
@@ -216,7 +217,7 @@ fn round(workload: &mut dyn Workload, rank: usize, count: usize, plan: &RoundPla
     for nth in 0..count.min(steps) {
         workload.check(nth, seed(nth), (steps - nth).div_ceil(count))?;
     }
-    // A step with fresh inputs, whose result is known in every round.
+    // A last step with fresh inputs: its result is known exactly, also if those of reused buffers are not.
     workload.fill(0, seed(count));
     workload.step(0)?;
     workload.check(0, seed(count), 1)?;

@@ -1,4 +1,5 @@
-//! Limit of sockets: two ranks that send each other the bytes of an all-reduce at the same time, and add once.
+//! The limit `pump`: two ranks send each other the bytes of an all-reduce through a socket at the same time, and add
+//! them once.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -17,7 +18,7 @@ const CHUNK: usize = 1 << 20;
 
 pub(super) struct Pump {
     stream: TcpStream,
-    /// Buffers to send from, and to receive into.
+    /// Pairs of a buffer to send from and a buffer to receive into.
     buffers: Vec<[Vec<f32>; 2]>,
 }
 

@@ -1,4 +1,4 @@
-//! Ranks that train: plain, plain with a bare barrier in each step, or wrapped.
+//! Ranks that train with Burn, in each way of [`Side`].
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};
@@ -27,19 +27,19 @@ pub(super) struct TrainRank {
     what: Model,
     side: Side,
     bucket_bytes: Option<usize>,
-    /// Barrier of the ranks that reduce nothing.
+    /// Barrier for ranks that reduce nothing.
     meeting: Option<Meeting>,
     trainee: Option<Trainee>,
-    /// The first element of the first gradient of the last step, or its loss.
+    /// For [`Model::Tensors`] the first element of the first gradient of the last step, otherwise its loss.
     seen: f32,
 }
 
 enum Trainee {
-    /// Bare parameters, with the gradients of the last step, which an optimizer would hold by then.
+    /// Bare parameters, and the gradients of the last step, which would still exist for the optimizer.
     Tensors(Tensors, Option<GradientsParams>),
     Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
-    /// With the number of items.
+    /// Model, optimizer and number of items in a batch.
     Transformer(Box<(Transformer, ModuleOptimizer, usize)>),
 }
 
@@ -126,7 +126,7 @@ impl TrainRank {
             Side::Sharded => Sharding::Parameters,
             Side::Plain | Side::Barrier | Side::Nodes => return Ok(model),
         };
-        // Bare tensors are there to see what reducing costs, also alone; and so is NCCL, where there is one GPU.
+        // A single rank reduces too where the cost of reducing is measured: for bare tensors, and for NCCL on one GPU.
         let is_nccl = self.ddp.world().options().engine == Some(EngineChoice::External("nccl"));
         let config = WrapConfig::new().with_single_rank_reduction(self.what == Model::Tensors || is_nccl);
         let config = config.with_sharding(sharding);
@@ -147,7 +147,7 @@ impl TrainRank {
         let pixels: Vec<f32> =
             (0..CNN_BATCH * 784).map(|i| ((i * 7919 + self.ddp.rank()) % 255) as f32 / 255.0).collect();
         let labels: Vec<i64> = (0..CNN_BATCH).map(|i| (i % 10) as i64).collect();
-        // Data does not take part in autodiff.
+        // Input tensors take no part in autodiff.
         let images = Tensor::from_data(TensorData::new(pixels, [CNN_BATCH, 1, 28, 28]), &self.device);
         let labels = Tensor::from_data(TensorData::new(labels, [CNN_BATCH]), &self.device);
         Ok(Trainee::Cnn(Box::new((model, AdamConfig::new().init(), images, labels))))
@@ -232,11 +232,11 @@ impl Workload for TrainRank {
     }
 
     fn check(&mut self, _: usize, _: u64, _: usize) -> Result<()> {
-        ensure!(self.seen.is_finite(), "a loss of {}", self.seen);
+        ensure!(self.seen.is_finite(), "the loss is {}", self.seen);
         if self.what == Model::Tensors {
             let mean = (self.ddp.world_size() + 1) as f32 / 2.0;
             let expected = if self.side == Side::Wrapped { mean } else { self.factor() };
-            ensure!(self.seen == expected, "a gradient of {}, not {expected}", self.seen);
+            ensure!(self.seen == expected, "a gradient is {}, not {expected}", self.seen);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A decoder-only transformer: a model with the shapes and the arithmetic of those that need sharding.
+//! A decoder-only transformer: a small model with the layers of models that need sharding.
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
@@ -6,9 +6,9 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Gelu, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::prelude::*;
 
-/// Bytes are tokens.
+/// Number of tokens: one for each byte.
 const TOKENS: usize = 256;
-/// Elements of an embedding. A block has 12 matrices of its square: 3 MiB.
+/// Elements of an embedding. A block has the weights of 12 matrices of WIDTH × WIDTH: 3 MiB.
 const WIDTH: usize = 256;
 const HEADS: usize = 4;
 /// Tokens of an item.

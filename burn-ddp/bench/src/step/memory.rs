@@ -8,10 +8,10 @@ use crate::driver_protocol::RoundPlan;
 use crate::interleaved_rounds::{Field, Timing};
 use crate::machine::Usage;
 
-/// Steps over which page faults are counted.
+/// Number of steps over which page faults are counted.
 const STEPS: usize = 5;
 
-/// Memory of a wrapped step beyond the step without data parallelism, and page faults of both.
+/// Memory that a wrapped step uses in addition to the step without data parallelism, and page faults per step of both.
 pub(super) struct Memory {
     pub(super) pss_bytes: f64,
     pub(super) rss_bytes: f64,
@@ -19,7 +19,7 @@ pub(super) struct Memory {
     pub(super) base_faults: f64,
 }
 
-/// Measures both steps of `pair`. `size` is the bytes and the number of tensors of the model.
+/// Measures both steps of `pair`. `size` are the bytes and the number of tensors of the model.
 pub(super) fn extra(field: &mut Field, pair: &Pair<'_>, size: (usize, usize)) -> Result<Memory> {
     let (base, base_faults) = usage(field, pair.base, size)?;
     let (wrapped, faults) = usage(field, pair.wrapped, size)?;
@@ -31,7 +31,7 @@ pub(super) fn extra(field: &mut Field, pair: &Pair<'_>, size: (usize, usize)) ->
     })
 }
 
-/// Size of the largest rank after some steps, and page faults of a step.
+/// Usage of the largest rank after some steps, and the most page faults of a rank per step.
 fn usage(field: &mut Field, timing: &Timing, (bytes, tensors): (usize, usize)) -> Result<(Usage, f64)> {
     let team = field.team(timing.contender).context("the contender has failed")?;
     let usages = |team: &mut Team| -> Result<Vec<Usage>> {
@@ -42,7 +42,7 @@ fn usage(field: &mut Field, timing: &Timing, (bytes, tensors): (usize, usize)) -
     let warm_up = RoundPlan { seed: 0, samples: 1, per_sample: 1, warmup: 3, late: None };
     team.round(&warm_up)?;
     let before = usages(team)?;
-    // One less, since each round ends with a step that is checked.
+    // One sample less than STEPS, since each round ends with one more step, which is checked.
     team.round(&RoundPlan { samples: STEPS - 1, warmup: 0, ..warm_up })?;
     let after = usages(team)?;
     let faults = after.iter().zip(&before).map(|(a, b)| a.faults - b.faults).max().unwrap_or(0);

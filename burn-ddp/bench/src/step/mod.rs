@@ -19,10 +19,11 @@ use crate::plot::{self, Plot};
 use overlap::LinkOptions;
 use step_report::{Point, pairs};
 
-/// Time that data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
+/// Time that data parallelism adds to a training step with one thread per rank. A step is forward and backward, for
+/// `cnn` and `gpt` with Adam.
 ///
-/// Wrapped models are measured against the same processes that meet at a bare barrier in each step; one rank with `cnn`
-/// against the plain step. Torch and its DDP likewise.
+/// A wrapped step is compared with the step of ranks that reduce nothing and meet at a bare barrier; on one rank, `cnn`
+/// is compared with the plain step. Torch's DDP is compared in the same way with torch.
 #[derive(Args, Debug)]
 pub(crate) struct Step {
     /// Model to train [default: cnn; with --memory tensors, with --link mlp].
@@ -33,7 +34,7 @@ pub(crate) struct Step {
         hide_default_value = true
     )]
     model: Model,
-    /// Engines under `Ddp::wrap`.
+    /// Engines that `Ddp::wrap` uses.
     #[arg(long, value_delimiter = ',', default_value = "shm")]
     engine: Vec<Engine>,
     /// Numbers of ranks [default: 1,2 for cnn, otherwise 2].
@@ -46,7 +47,7 @@ pub(crate) struct Step {
         hide_default_value = true
     )]
     world: Vec<usize>,
-    /// Bytes of all parameters; `cnn` has its own [default: 16 MiB; with --memory 64 MiB to 1 GiB, with --link 8 MiB].
+    /// Bytes of all parameters; ignored for `cnn` [default: 16 MiB; with --memory 64 MiB to 1 GiB, with --link 8 MiB].
     #[arg(
         long,
         value_delimiter = ',',
@@ -58,8 +59,8 @@ pub(crate) struct Step {
         hide_default_value = true
     )]
     bytes: Vec<usize>,
-    /// Numbers of tensors of `tensors`, or of items in a batch of `mlp` and `gpt` [default: 10 to 10,000; with --memory
-    /// 64, with --bucket-bytes and for mlp 256, for gpt 16].
+    /// For the model `tensors` numbers of tensors, for `mlp` and `gpt` numbers of items in a batch [default: 10 to
+    /// 10,000; with --memory 64, with --bucket-bytes and for mlp 256, for gpt 16].
     #[arg(
         long,
         value_delimiter = ',',
@@ -75,15 +76,16 @@ pub(crate) struct Step {
         hide_default_value = true
     )]
     counts: Vec<usize>,
-    /// Limits of the reducer's buckets, in bytes, beside its own; the first bucket of a step keeps its own size.
+    /// Bucket sizes to measure in addition to the reducer's default, in bytes; the first bucket of a step keeps its
+    /// default size.
     #[arg(long, value_delimiter = ',')]
     bucket_bytes: Vec<usize>,
-    /// Also measures memory and page faults while a step's gradients are there: the difference of the processes' sizes.
-    /// RSS counts shared pages in each rank, PSS divides them.
+    /// Also measures memory and page faults while the gradients of a step exist: the difference between ranks with and
+    /// without data parallelism. RSS counts shared pages in each rank, PSS divides them among the ranks.
     #[arg(long)]
     memory: bool,
-    /// Leaves glibc's allocator at its defaults. Without this it keeps freed memory, as in ranks of `burnrun`, except
-    /// with --memory, which counts page faults, and --link.
+    /// Leaves glibc's allocator at its defaults, as --memory and --link do. Otherwise it keeps freed memory, as in
+    /// ranks of `burnrun`.
     #[arg(long)]
     glibc_defaults: bool,
     #[command(flatten)]
@@ -106,7 +108,10 @@ pub(crate) struct Step {
 
 impl Step {
     pub(crate) fn run(&self) -> Result<()> {
-        ensure!(!self.engine.is_empty() && !self.counts.contains(&0), "at least one engine, and one tensor or item");
+        ensure!(
+            !self.engine.is_empty() && !self.counts.contains(&0),
+            "--engine must name one, and --counts must be at least 1"
+        );
         plot::check(self.plot.as_deref())?;
         if !self.overlap.link.is_empty() {
             return self.run_overlap();
@@ -148,8 +153,8 @@ impl Step {
         Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
     }
 
-    /// Steps to compare: for each framework one without data parallelism and a wrapped one, in Burn a wrapped one for
-    /// each engine and bucket size.
+    /// Contenders to compare: for each framework a step without data parallelism and a wrapped one; for Burn a wrapped
+    /// one for each engine and bucket size.
     fn contenders(&self, world: usize) -> Vec<Contender> {
         let keeps_memory = self.keeps_memory();
         let trainer = |framework, side, bucket_bytes| {

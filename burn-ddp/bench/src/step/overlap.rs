@@ -17,18 +17,19 @@ use crate::table::{Table, time_us};
 /// Options of the measurement on a link of limited speed.
 #[derive(Args, Debug)]
 pub(super) struct LinkOptions {
-    /// Measures the part of the communication that is hidden behind backward instead: the ranks of two machines, on
-    /// links of these speeds in Gbit/s between two network namespaces (needs root, ip and tc). The model is a stack of
-    /// linear layers whose batch makes backward as long as the communication, half of it, or twice. The ideal is the
-    /// plain step plus the part of the communication that cannot be hidden (of an all-reduce of the same bytes by
-    /// itself, for torch by gloo): what is longer than backward, two thirds of the plain step; at least the share of
-    /// the layer whose gradient comes when backward ends.
+    /// Measures instead the part of the communication that is hidden behind backward, between two machines: network
+    /// namespaces on a link with these speeds, in Gbit/s (needs root, ip and tc).
+    ///
+    /// The model is a stack of linear layers; the batch size sets the ratio of communication to backward (--ratios).
+    /// The communication is timed as an all-reduce of the same bytes by itself (for torch by gloo), backward counts as
+    /// two thirds of the plain step. The ideal step is the plain step plus the communication that cannot be hidden: the
+    /// part that is longer than backward, but at least the share of the layer whose gradient comes last.
     #[arg(long, value_delimiter = ',', value_name = "GBIT")]
     pub(super) link: Vec<f64>,
     /// Ranks on each of the two machines.
     #[arg(long, default_value_t = 1, requires = "link")]
     link_ranks: usize,
-    /// Communication as a multiple of backward.
+    /// Durations of the communication as multiples of backward's.
     #[arg(long, value_delimiter = ',', default_value = "0.5,1,2", requires = "link")]
     ratios: Vec<f64>,
     /// Bucket sizes of torch DDP to try on the link, in MiB.
@@ -38,10 +39,10 @@ pub(super) struct LinkOptions {
 
 /// Share of a plain step that is backward: two matrix products of three.
 const BACKWARD: f64 = 2.0 / 3.0;
-/// Batch sizes that are measured to predict the times of others.
+/// Batch sizes that are measured to predict the times of other batch sizes.
 const TRIED: [usize; 2] = [32, 128];
 
-/// The all-reduce by itself that a framework's gradients take: torch's, or over the engine that groups get by default.
+/// The contender that times a framework's communication by itself: gloo for torch, the default engine for Burn.
 const fn alone(framework: Framework) -> Contender {
     match framework {
         Framework::Burn(_) => Contender::Ours(Engine::Auto, BufferKind::Slice),
@@ -67,9 +68,9 @@ impl Step {
         ];
         let mut table = Table::new(header);
         for &gbit in &self.overlap.link {
-            ensure!(gbit > 0.0, "a link has a speed");
+            ensure!(gbit > 0.0, "--link must be above 0");
             let ranks = self.overlap.link_ranks;
-            ensure!(ranks > 0, "at least one rank on each machine");
+            ensure!(ranks > 0, "--link-ranks must be at least 1");
             let machines = Machines::new([vec![0; ranks], vec![1; ranks]].concat(), Cable { gbit, flow_mbit: 0.0 })?;
             for framework in [Framework::Burn(Engine::Auto), Framework::Torch] {
                 if framework == Framework::Torch && self.alone {
@@ -82,7 +83,7 @@ impl Step {
                 let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, alone, *bytes));
                 // Gloo may be missing.
                 let Some(communication) = communication.collect::<Result<Option<Vec<f64>>>>()? else { continue };
-                // Takes no part in the rounds that follow.
+                // The all-reduce takes no part in the rounds that follow.
                 field.dismiss(alone);
                 for (&bytes, comm_us) in self.bytes.iter().zip(communication) {
                     let Some(batch) = batches(&mut field, bytes)? else { continue };
@@ -113,7 +114,7 @@ impl Step {
         [alone(framework), trainer(Side::Plain, None)].into_iter().chain(wrapped).collect()
     }
 
-    /// Microseconds of an all-reduce of all gradients by itself; `None` if it was left out.
+    /// Microseconds of an all-reduce of all gradients by itself; `None` if `alone` was left out.
     fn communication(&self, field: &mut Field, alone: Contender, bytes: usize) -> Result<Option<f64>> {
         let timing = field.measure_only(alone, bytes, 4, &Effort { rounds: 3, ..self.effort() })?;
         Ok(timing.map(|timing| timing.median_us()))
@@ -158,7 +159,7 @@ impl Step {
     }
 }
 
-/// Function from the duration of a plain step, in microseconds, to the items of its batch; `None` if no contender
+/// Function that predicts the batch size from the duration of a plain step in microseconds; `None` if no contender
 /// trains.
 fn batches(field: &mut Field, bytes: usize) -> Result<Option<impl Fn(f64) -> usize + use<>>> {
     let quick = Effort { rounds: 3, round_ms: 100.0, per_sample: Some(1) };

@@ -1,4 +1,4 @@
-//! Results of `step`: tables for people, objects for programs, lines for plots.
+//! Results of `step` as a table, as JSON objects, and as lines of plots.
 
 use serde_json::{Value, json};
 
@@ -8,20 +8,21 @@ use crate::interleaved_rounds::Timing;
 use crate::plot::Line;
 use crate::table::{Table, bytes, ratio, time_us};
 
-/// Times of the same steps with and without data parallelism.
+/// A step with data parallelism, and the steps with which it is compared.
 pub(super) struct Pair<'a> {
     pub(super) wrapped: &'a Timing,
+    /// The step without data parallelism.
     pub(super) base: &'a Timing,
-    /// The base with two nodes of autodiff per parameter that do nothing.
+    /// The base with two autodiff nodes per parameter that do nothing.
     nodes: Option<&'a Timing>,
-    /// The wrapped step over the same engine with the reducer's own bucket size.
+    /// The wrapped step over the same engine with the reducer's default bucket size.
     own_buckets: Option<&'a Timing>,
-    /// The step of the sharded one's counterpart that holds whole parameters.
+    /// For a sharded step, the same step with whole parameters.
     whole: Option<&'a Timing>,
     trainer: Trainer,
 }
 
-/// The wrapped steps among `timings`, each with its counterparts.
+/// The steps with data parallelism among `timings`, each with the steps with which it is compared.
 pub(super) fn pairs(timings: &[Timing]) -> Vec<Pair<'_>> {
     let find = |is: &dyn Fn(Trainer) -> bool| timings.iter().find(|timing| timing.trainer().is_some_and(is));
     timings
@@ -40,7 +41,7 @@ pub(super) fn pairs(timings: &[Timing]) -> Vec<Pair<'_>> {
         .collect()
 }
 
-/// A wrapped step of one model.
+/// A step of one model with data parallelism, and its ratios.
 pub(super) struct Point {
     contender: String,
     trainer: Trainer,
@@ -55,22 +56,22 @@ pub(super) struct Point {
     added_us: f64,
     /// `added_us` as a percentage of the base.
     added_percent: f64,
-    /// Microseconds beyond a step whose parameters are read through nodes that do nothing.
+    /// Microseconds more than a step whose parameters are read through nodes that do nothing.
     beyond_nodes_us: Option<f64>,
-    /// Time as a multiple of that with the reducer's own bucket size.
+    /// Time as a multiple of the time with the reducer's default bucket size.
     of_own: Option<f64>,
-    /// Speed as a multiple of that with whole parameters.
+    /// Speed as a multiple of the speed with whole parameters.
     speed_of_whole: Option<f64>,
     pub(super) memory: Option<Memory>,
 }
 
-/// Times of a contender with many tensors, compared with its run with the fewest.
+/// Times of a contender compared with its own run with the fewest tensors.
 struct Growth {
-    /// Time of a step as a multiple of that with the fewest.
+    /// Time of a step as a multiple of the time with the fewest tensors.
     growth: f64,
-    /// Nanoseconds of data parallelism for each further tensor.
+    /// Nanoseconds that data parallelism adds for each further tensor.
     marginal_ns: f64,
-    /// `marginal_ns` beyond that of nodes that do nothing.
+    /// `marginal_ns` without the share of the nodes that do nothing.
     own_marginal_ns: Option<f64>,
 }
 
@@ -128,7 +129,7 @@ impl Point {
                 && (point.world, point.bytes, point.count) == (self.world, self.bytes, self.count)
         };
         let torch = points.iter().find(same).filter(|_| self.trainer.framework != Framework::Torch)?;
-        // A time below that of the base is noise, which has no quotient.
+        // If the wrapped step was not slower than the base, the difference is noise and a quotient has no meaning.
         (self.added_us > 0.0).then(|| torch.added_us / self.added_us)
     }
 

@@ -1,22 +1,23 @@
-//! Locks on cores, so that no two launchers of this machine bind ranks to the same: an abstract unix socket per
-//! processor, bound for as long as the job lives. It is no file that could stay behind, be another user's or lead
-//! elsewhere, and the kernel frees it when the launcher ends in any way. Network namespaces have names of their own.
+//! Locks on cores, so that two launchers of this machine never bind ranks to the same core. The lock of a processor is
+//! an abstract unix socket, bound for as long as the job lives. A lock file could be left behind, belong to another
+//! user or be a link; an abstract socket has no file, and the kernel frees it however the launcher ends. Each network
+//! namespace has its own abstract sockets: launchers in different ones do not see each other's locks.
 
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-/// Name of the lock that a launcher holds while it chooses.
+/// Name of the lock that a launcher holds while it chooses processors.
 const CHOICE: &str = "burn-ddp-cores";
-/// Longest time that a launcher may need to choose.
+/// Longest time that a launcher waits while others choose.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Processors that this process holds.
+/// Processors that this process has locked.
 pub(super) struct CoreLocks {
     held: Vec<(u16, UnixListener)>,
 }
 
-/// This process's turn to choose: no other launcher takes processors meanwhile.
+/// This process's turn to choose processors: no other launcher locks any while it is held.
 pub(super) struct Turn(#[expect(dead_code, reason = "held")] UnixListener);
 
 impl Turn {
@@ -43,7 +44,7 @@ impl Turn {
 }
 
 impl CoreLocks {
-    /// Locks those of `processors` that are free; yields the locks, and the processors that other processes hold.
+    /// Locks each of `processors` that is free; returns the locks, and the processors that other processes have locked.
     pub(super) fn take(_: &Turn, processors: &[u16]) -> io::Result<(CoreLocks, Vec<u16>)> {
         let mut locks = CoreLocks { held: Vec::new() };
         let mut others = Vec::new();

@@ -2,13 +2,14 @@
 
 use super::machine_cores::Core;
 
-/// Processors of each of `ranks`: equal shares of whole physical cores, ordered as `cores` are; of hardware threads if
-/// there are fewer cores than ranks. A share lies within a node if all shares fit so. `None` if there are fewer
-/// hardware threads than ranks.
+/// Processors of each of `ranks`: equal shares of whole physical cores, in the order of `cores`; equal shares of
+/// hardware threads if there are fewer cores than ranks. Every share lies within one NUMA node if all shares can.
+/// `None` if there are fewer hardware threads than ranks.
 pub(super) fn by_core(cores: &[Core], ranks: usize) -> Option<Vec<Vec<u16>>> {
     let mut units = cores.to_vec();
     if cores.len() < ranks {
-        // The first threads of all cores come before the second ones.
+        // The first threads of all cores come before the second threads, so that every core has a rank before one has
+        // two.
         let mut threads: Vec<(usize, usize, u16)> = Vec::new();
         for core in cores {
             threads.extend(core.processors.iter().enumerate().map(|(nth, processor)| (nth, core.node, *processor)));
@@ -27,8 +28,8 @@ pub(super) fn by_core(cores: &[Core], ranks: usize) -> Option<Vec<Vec<u16>>> {
     Some(shares.into_iter().take(ranks).map(processors).collect())
 }
 
-/// Processors of each of `ranks`: all of one node. Ranks are dealt out to the nodes in blocks. `None` if there are no
-/// cores.
+/// Processors of each of `ranks`: all processors of one NUMA node. Consecutive ranks share a node. `None` if there are
+/// no cores.
 pub(super) fn by_node(cores: &[Core], ranks: usize) -> Option<Vec<Vec<u16>>> {
     let nodes: Vec<&[Core]> = cores.chunk_by(|one, next| one.node == next.node).collect();
     (0..ranks).map(|rank| nodes.get(rank * nodes.len() / ranks).map(|node| processors(node))).collect()

@@ -1,4 +1,4 @@
-//! Processors of this machine: physical cores and NUMA nodes, by `/sys/devices/system`.
+//! Processors of this machine: physical cores and NUMA nodes, read from `/sys/devices/system`.
 
 use std::fs;
 use std::path::Path;
@@ -12,11 +12,12 @@ pub(super) struct Core {
     pub(super) processors: Vec<u16>,
 }
 
-/// Processors in the affinity of the calling thread, ascending. Control groups with a set of processors limit it.
+/// Processors on which the calling thread may run, ascending: by its affinity, which the cpuset of its control group
+/// limits.
 #[cfg(target_os = "linux")]
 pub(super) fn of_this_process() -> Result<Vec<u16>, String> {
     use rustix::thread::{CpuSet, sched_getaffinity};
-    let set = sched_getaffinity(None).map_err(|e| format!("the system does not say which cores may be used: {e}"))?;
+    let set = sched_getaffinity(None).map_err(|e| format!("cannot read which cores this process may use: {e}"))?;
     Ok((0..CpuSet::MAX_CPU).filter(|processor| set.is_set(*processor)).map(|processor| processor as u16).collect())
 }
 
@@ -25,8 +26,8 @@ pub(super) fn of_this_process() -> Result<Vec<u16>, String> {
     Err("ranks can be bound to cores on Linux only; leave --bind-to out".into())
 }
 
-/// The cores of `processors`, ordered by node and number. Processors of which `sys` says nothing are cores of their own
-/// on node 0.
+/// The cores of `processors`, ordered by node and number. A processor without an entry in `sys` counts as a core of its
+/// own on node 0.
 pub(super) fn list(sys: &Path, processors: &[u16]) -> Vec<Core> {
     let read = |path: String| parse_list(&fs::read_to_string(sys.join(path)).unwrap_or_default());
     let nodes: Vec<(usize, Vec<u16>)> = read("node/online".into())
@@ -39,7 +40,7 @@ pub(super) fn list(sys: &Path, processors: &[u16]) -> Vec<Core> {
             continue;
         }
         let topology = format!("cpu/cpu{processor}/topology");
-        // The second name is that of older kernels.
+        // Older kernels have only the second name.
         let names = ["core_cpus_list", "thread_siblings_list"];
         let together = names.iter().map(|name| read(format!("{topology}/{name}"))).find(|list| !list.is_empty());
         let mut own: Vec<u16> = together.unwrap_or_default();
@@ -54,7 +55,7 @@ pub(super) fn list(sys: &Path, processors: &[u16]) -> Vec<Core> {
     cores
 }
 
-/// Numbers of a list such as `0-3,8`; what is not understood is left out.
+/// Numbers of a list such as `0-3,8`; parts that cannot be parsed are left out.
 fn parse_list(text: &str) -> Vec<u16> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | cores of this machine, by NUMA node, as `/sys` lists them | `machine_cores` |
 //! | the share of each rank; pure functions | `core_shares` |
-//! | cores that other launchers of this machine hold | `core_locks` |
+//! | locks that keep launchers of this machine off each other's cores | `core_locks` |
 
 mod core_locks;
 mod core_shares;
@@ -22,16 +22,16 @@ use crate::rank_command::available_cores;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BindTo {
-    /// Those of the launcher, the same for all ranks.
+    /// All cores of the launcher, the same for every rank.
     None,
-    /// Cores of its own: the launcher's are dealt out in equal shares of whole physical cores, within a NUMA node where
-    /// that fits. If there are fewer physical cores than ranks, hardware threads are dealt out.
+    /// Cores of its own: each rank gets an equal share of the launcher's physical cores, within one NUMA node if all
+    /// shares can be. If there are fewer physical cores than ranks, each rank gets an equal share of hardware threads.
     Core,
-    /// Those of one NUMA node; ranks on one node share them.
+    /// The cores of one NUMA node, which several ranks may share.
     Numa,
 }
 
-/// Cores of the ranks of this machine, held for as long as it lives.
+/// Cores of the ranks of this machine. They stay locked for as long as this value lives.
 pub(crate) struct Binding {
     /// Numbers of each local rank's processors, ascending; empty if ranks are not bound.
     shares: Vec<Vec<u16>>,
@@ -40,7 +40,7 @@ pub(crate) struct Binding {
 }
 
 impl Binding {
-    /// Takes cores for the ranks of `spec`, and shows what was taken.
+    /// Chooses and locks cores for the ranks of `spec`, and shows a notice with the cores of each rank.
     pub(crate) fn of(spec: &JobSpec) -> Result<Binding, LaunchError> {
         let sys = Path::new("/sys/devices/system");
         let taken = match spec.bind_to {
@@ -64,7 +64,7 @@ impl Binding {
 
     /// Number of threads that a local rank's pools should have.
     pub(crate) fn threads(&self, local_rank: usize) -> usize {
-        // A quota of CPU time may allow fewer than the cores.
+        // A quota of CPU time may allow fewer threads than there are cores.
         let quota = available_cores() / self.nproc;
         let bound = self.shares.get(local_rank).map(|own| {
             let sharers = self.shares.iter().filter(|share| *share == own).count();
@@ -74,8 +74,8 @@ impl Binding {
     }
 }
 
-/// Takes cores that no other launcher of this machine holds; yields the processors of each of `ranks`, and the locks.
-/// The error says what is missing and the fix.
+/// Locks cores that no other launcher of this machine has locked; returns the processors of each of `ranks`, and the
+/// locks. The error names the missing cores and the fix.
 fn take(sys: &Path, to: BindTo, ranks: usize) -> Result<(Vec<Vec<u16>>, CoreLocks), String> {
     let allowed = machine_cores::of_this_process()?;
     let failed = |e| format!("cannot lock cores: {e}; --bind-to none needs no locks");
@@ -94,7 +94,7 @@ fn take(sys: &Path, to: BindTo, ranks: usize) -> Result<(Vec<Vec<u16>>, CoreLock
     Ok((shares, locks))
 }
 
-/// The reason why there are no cores for `ranks`, and the fix.
+/// Error text: why there are not enough cores for `ranks`, and the fix.
 fn too_few(ranks: usize, allowed: &[u16], held: &[u16]) -> String {
     let (free, all) = (allowed.len() - held.len(), list_text(allowed));
     if held.is_empty() {

@@ -12,7 +12,7 @@ use serde::Serialize;
 #[derive(Debug, Parser)]
 #[command(name = "burnrun devices", bin_name = "burnrun devices")]
 struct Args {
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -25,7 +25,7 @@ pub(super) struct Devices {
     /// The newest CUDA that the driver can run.
     pub(super) cuda: Option<String>,
     pub(super) devices: Vec<Device>,
-    /// Reason why there are none, or not all is known.
+    /// Reason why no GPU is listed; `None` if at least one is.
     pub(super) note: Option<String>,
 }
 
@@ -48,7 +48,7 @@ pub(super) fn main(words: &[OsString]) -> i32 {
     } else {
         found.table()
     };
-    // A pager that was closed early has seen enough.
+    // Fails if a pager was closed early, which is no error.
     let _ = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
     0
 }
@@ -76,14 +76,14 @@ impl Devices {
 pub(super) fn list() -> Devices {
     match query() {
         Ok(found) if found.devices.is_empty() => {
-            Devices { note: Some("there is a NVIDIA driver, but no GPU".into()), ..found }
+            Devices { note: Some("there is an NVIDIA driver, but no GPU".into()), ..found }
         }
         Ok(found) => found,
         Err(error) => Devices { note: Some(why_none(&error)), ..Devices::default() },
     }
 }
 
-/// Number of GPUs that the ranks may use, as far as it can be known.
+/// Number of GPUs that the ranks may use: by the driver, or else by the files in `/dev`, within CUDA_VISIBLE_DEVICES.
 pub(super) fn visible_count() -> Option<usize> {
     let count = match query() {
         Ok(found) => found.devices.len(),
@@ -93,13 +93,13 @@ pub(super) fn visible_count() -> Option<usize> {
     Some(visible.map_or(count, |list| listed(&list).min(count)))
 }
 
-/// The entries that CUDA takes: up to the first that names no device.
+/// Number of entries that CUDA uses: those before the first that names no device.
 fn listed(list: &str) -> usize {
     list.split(',').map(str::trim).take_while(|entry| !entry.is_empty() && *entry != "-1").count()
 }
 
 fn query() -> Result<Devices, NvmlError> {
-    // The name that a driver installs; without `.1` it is there for developers only.
+    // The name that a driver installs; the name without `.1` is part of developer packages.
     let nvml = Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init()?;
     let cuda = nvml.sys_cuda_driver_version().ok().map(|version| format!("{}.{}", version / 1000, version % 1000 / 10));
     let mut devices = Vec::new();
@@ -135,7 +135,7 @@ fn why_none(error: &NvmlError) -> String {
     }
 }
 
-/// `/dev/nvidia0`, `/dev/nvidia1`, …
+/// Number of the files `/dev/nvidia0`, `/dev/nvidia1`, …
 fn device_files() -> usize {
     let names = fs::read_dir("/dev").into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_gpu = |name: OsString| {

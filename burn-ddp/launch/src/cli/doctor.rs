@@ -15,13 +15,13 @@ use serde::Serialize;
 
 use super::devices;
 
-/// Checks what a job needs on this machine, and says the fix for what is missing
+/// Checks whether this machine can run jobs, and prints a fix for each problem
 ///
-/// Exits with 1 if something fails that every job needs.
+/// `warn` marks a problem for some jobs, FAIL one for every job. The exit code is 1 if a check fails, else 0.
 #[derive(Debug, Parser)]
 #[command(name = "burnrun doctor", bin_name = "burnrun doctor")]
 struct Args {
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -30,7 +30,7 @@ struct Args {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// Some jobs will suffer.
+    /// Some jobs will be slower or fail.
     Warn,
     /// No job will run.
     Fail,
@@ -52,7 +52,7 @@ pub(super) fn main(words: &[OsString]) -> i32 {
     } else {
         checks.iter().map(Check::line).collect()
     };
-    // A pager that was closed early has seen enough.
+    // Fails if a pager was closed early, which is no error.
     let _ = std::io::stdout().write_all(text.as_bytes());
     i32::from(checks.iter().any(|check| check.state == State::Fail))
 }
@@ -92,9 +92,9 @@ fn examine() -> Vec<Check> {
         file(
             "processes in /proc",
             "/proc/self/fd",
-            "mount -t proc proc /proc: ranks open there what burnrun hands them, and it finds there what they started",
+            "mount -t proc proc /proc: ranks open files of burnrun there, and burnrun finds the ranks' processes there",
         ),
-        file("shell", "/bin/sh", "without it, what ranks started may outlive a killed burnrun; install a shell"),
+        file("shell", "/bin/sh", "install a shell: without it, the ranks' processes may outlive a killed burnrun"),
         gpu(&gpus),
         nccl(has_gpus),
         mpi(),
@@ -106,10 +106,10 @@ fn cores() -> Check {
     Check::ok("processor cores", format!("{cores} for this process; `-n cpu` starts a rank on each"))
 }
 
-/// By the hard limit, to which ranks raise the soft one.
+/// Judges the hard limit, since ranks raise their soft limit to it.
 fn open_files(limit: Option<u64>) -> Check {
     let what = "open files";
-    let fix = "ulimit -Hn 65536; in containers --ulimit nofile=65536";
+    let fix = "raise the limit: ulimit -Hn 65536; in containers --ulimit nofile=65536";
     let Some(limit) = limit else { return Check::ok(what, "no limit") };
     let ranks = burn_ddp_comm::largest_world(limit);
     let found = format!("at most {limit} per process, enough for {ranks} ranks");
@@ -122,7 +122,7 @@ fn open_files(limit: Option<u64>) -> Check {
 
 fn processes(limit: Option<u64>) -> Check {
     let what = "processes";
-    let fix = "ulimit -u 4096; in containers --pids-limit";
+    let fix = "raise the limit: ulimit -u 4096; in containers --pids-limit";
     match limit {
         Some(limit) if limit < 64 => Check::bad(what, State::Fail, format!("at most {limit}"), fix),
         Some(limit) if limit < 512 => Check::bad(what, State::Warn, format!("at most {limit}"), fix),
@@ -142,7 +142,7 @@ fn loopback() -> Check {
         server.read_exact(&mut [0])
     })();
     match tried {
-        Ok(()) => Check::ok(what, "ranks of this machine can talk"),
+        Ok(()) => Check::ok(what, "ranks of this machine can connect to each other"),
         Err(error) => {
             Check::bad(what, State::Fail, error.to_string(), "ip link set lo up; allow local traffic in the firewall")
         }
@@ -152,14 +152,15 @@ fn loopback() -> Check {
 fn host_name() -> Check {
     let what = "host name";
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let fix = "only for several machines: give an address as --master-addr, or enter the name in DNS or /etc/hosts";
+    let fix = "matters for several machines only: give an address as --master-addr, or enter the name in DNS or \
+               /etc/hosts";
     let found: Vec<IpAddr> = match (name.as_str(), 0).to_socket_addrs() {
         Ok(found) => found.map(|address| address.ip()).collect(),
         Err(error) => return Check::bad(what, State::Warn, format!("{name} has no address: {error}"), fix),
     };
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
     if found.iter().all(IpAddr::is_loopback) {
-        return Check::bad(what, State::Warn, format!("{name} means {list}, where no other machine comes"), fix);
+        return Check::bad(what, State::Warn, format!("{name} means {list}, which no other machine can reach"), fix);
     }
     Check::ok(what, format!("{name} means {list}"))
 }
@@ -177,15 +178,15 @@ fn interfaces() -> Check {
     Check::ok(what, format!("{}; --interface NAME chooses one", names.join(", ")))
 }
 
-/// NCCL keeps files there; burn-ddp's own shared memory has no name.
+/// NCCL creates files in `/dev/shm`; burn-ddp's own shared memory needs none there.
 fn nccl_memory(has_gpus: bool) -> Check {
     let what = "/dev/shm, which NCCL uses";
-    let fix = "mount -o remount,size=50% /dev/shm; in containers --shm-size=8g or --ipc=host";
+    let fix = "enlarge it: mount -o remount,size=50% /dev/shm; in containers --shm-size=8g or --ipc=host";
     if !has_gpus {
-        return Check::ok(what, "no GPU that would need it");
+        return Check::ok(what, "not needed without a GPU");
     }
     let Ok(about) = rustix::fs::statvfs("/dev/shm") else {
-        return Check::bad(what, State::Warn, "there is none", fix);
+        return Check::bad(what, State::Warn, "there is no /dev/shm", fix);
     };
     let (free, total) = (about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize);
     let mib = |bytes: u64| bytes / (1 << 20);
@@ -239,10 +240,10 @@ fn nccl(has_gpus: bool) -> Check {
         None if has_gpus => Check::bad(
             what,
             State::Warn,
-            "there is no libnccl.so.2: GPUs exchange gradients through the host",
+            "there is no libnccl.so.2: GPUs exchange gradients through host memory",
             "install libnccl2, or pip install nvidia-nccl-cu12 and add its lib directory to LD_LIBRARY_PATH",
         ),
-        None => Check::ok(what, "there is no libnccl.so.2, and no GPU that would need it"),
+        None => Check::ok(what, "there is no libnccl.so.2; it is not needed without a GPU"),
     }
 }
 
@@ -263,7 +264,7 @@ fn find_library(name: &str) -> Option<PathBuf> {
 fn mpi() -> Check {
     let what = "MPI";
     let Ok(output) = Command::new("mpirun").arg("--version").output() else {
-        return Check::ok(what, "there is no mpirun; only jobs that are started by it need one");
+        return Check::ok(what, "there is no mpirun; only jobs that mpirun starts need it");
     };
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     Check::ok(what, text.lines().find(|line| !line.trim().is_empty()).unwrap_or("mpirun").trim())

@@ -1,4 +1,4 @@
-//! Options of a job that is started on several hosts from here.
+//! Options of a job that this burnrun starts on several hosts by ssh.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,34 +12,34 @@ use super::seconds::parse_positive_seconds;
 pub(super) struct HostOptions {
     /// Start the job on the hosts in FILE: a line for each, such as `node1 slots=4`
     ///
-    /// slots= is the number of ranks (else that of -n); dir=DIRECTORY and env=NAME=VALUE hold for that host alone. ssh
-    /// must log in without a password, and burnrun must be installed there. The first host is node 0, at
-    /// --master-port. A secret is made and passed on unless --secret-file names one. Ctrl-C ends the job on all hosts,
-    /// and so does the end of this burnrun.
+    /// slots= is the number of ranks on that host (default: the number of -n); dir=DIRECTORY and env=NAME=VALUE apply
+    /// to that host only. ssh must log in without a password, and burnrun must be installed on each host. The first
+    /// host is node 0, which listens on --master-port. Unless --secret-file names a secret, a new one is made and
+    /// passed on by ssh. Ctrl-C, and any other end of this burnrun, ends the job on all hosts.
     #[arg(long, value_name = "FILE", env = "BURNRUN_HOSTFILE", conflicts_with = "host")]
     pub(super) hostfile: Option<PathBuf>,
 
-    /// The hosts themselves instead of a file, such as a:4,b:4
+    /// Start the job on these hosts, a list instead of a file: a:4,b:4 are 4 ranks on each of a and b
     #[arg(short = 'H', long, value_name = "HOST[:SLOTS],…", env = "BURNRUN_HOST", value_delimiter = ',')]
     pub(super) host: Vec<String>,
 
-    /// A variable for the ranks on all hosts: its value here, or that one; may be given several times
+    /// Pass an environment variable to the ranks on all hosts, with its value here or the given one; repeatable
     #[arg(short = 'x', long, value_name = "NAME[=VALUE]", env = "BURNRUN_EXPORT")]
     pub(super) export: Vec<String>,
 
-    /// Working directory on the hosts [default: this one]
+    /// Working directory on the hosts [default: the current directory here]
     #[arg(long, value_name = "DIR", env = "BURNRUN_WORKING_DIR")]
     pub(super) working_dir: Option<PathBuf>,
 
-    /// ssh, or a program that takes its arguments, with arguments of its own: "ssh -p 2222"
+    /// Command that connects to a host, ssh or a program with the same arguments, such as "ssh -p 2222"
     #[arg(long, value_name = "COMMAND", env = "BURNRUN_SSH", default_value = "ssh")]
     pub(super) ssh: String,
 
-    /// burnrun on the hosts
+    /// Path or name of the burnrun to start on the hosts
     #[arg(long, value_name = "PATH", env = "BURNRUN_REMOTE_BURNRUN", default_value = "burnrun")]
     pub(super) remote_burnrun: String,
 
-    /// Longest time until burnrun runs on a host
+    /// Longest time until burnrun has started on each host
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_HOST_TIMEOUT", default_value = "30")]
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) host_timeout: Duration,

@@ -1,4 +1,4 @@
-//! The program `burnrun`: chooses the command, and launches a job by its options.
+//! The program `burnrun`: runs the sub-command that the command line names, or launches a job.
 
 mod devices;
 mod doctor;
@@ -49,13 +49,13 @@ fn run(words: &[OsString]) -> i32 {
     code
 }
 
-/// Prints to stderr, line by line. If its reader is gone, the exit code has to do.
+/// Prints each line to stderr behind `burnrun: `. Errors are ignored: without a reader, the exit code must suffice.
 fn say(text: &str) {
     let lines: String = text.lines().map(|line| format!("burnrun: {line}\n")).collect();
     let _ = std::io::Write::write_all(&mut std::io::stderr(), lines.as_bytes());
 }
 
-/// Parses the command line of another command; on wrong input, and for `--help`, prints and exits.
+/// Parses the command line of a sub-command; on wrong input, and for `--help`, prints and exits.
 fn parse<T: Parser>(words: &[OsString]) -> T {
     T::try_parse_from(words).unwrap_or_else(|error| error.exit())
 }
@@ -72,11 +72,11 @@ impl Cli {
     fn read(words: &[OsString]) -> Read {
         Cli::try_read(words).unwrap_or_else(|mut error| {
             let unknown = error.kind() == ErrorKind::UnknownArgument;
-            // clap's own tip, to write `--` before the option, would make the option the program.
+            // clap suggests to write `--` before the option, which would make the option the program.
             error.remove(ContextKind::Suggested);
             let _ = error.print();
             if unknown {
-                eprintln!("\nnote: options of the program come after it: burnrun [OPTIONS] PROGRAM [ARGS]...");
+                eprintln!("\nnote: options of the program come after the program: burnrun [OPTIONS] PROGRAM [ARGS]...");
             }
             if let Some((variable, value)) = culprit(&error) {
                 eprintln!("\nnote: the value comes from the environment: {variable}={value}");
@@ -141,7 +141,7 @@ impl Read {
     }
 }
 
-/// The environment variable that holds a wrong value: clap's message names only the flag.
+/// The environment variable that holds a wrong value, and the value. clap's message names only the flag.
 fn culprit(error: &clap::Error) -> Option<(String, String)> {
     let (ContextValue::String(flag), ContextValue::String(value)) =
         (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?)

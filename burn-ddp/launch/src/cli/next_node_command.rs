@@ -8,10 +8,10 @@ use clap::{ArgMatches, CommandFactory};
 
 use super::options::Cli;
 
-/// Arguments that concern this machine alone.
+/// Arguments that are not copied into the options of the other machines.
 const OWN: [&str; 2] = ["node_rank", "program"];
 
-/// The command for the other machines, as node 0 tells it.
+/// Notice of node 0 with the command to run on the other machines.
 pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
     let numbered = cli.node_rank.is_some();
     let has_file = cli.secret_file.is_some() || std::env::var_os("BURN_DDP_SECRET_FILE").is_some();
@@ -33,7 +33,7 @@ pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
 /// All arguments of this machine, from the command line or variables, as one line for a shell.
 fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
     let mut words = Vec::new();
-    // What the other machines need to be let in, and what all ranks must agree about.
+    // Variables that admit the other machines to the job, and a setting that all ranks must share.
     if let Some(file) = std::env::var_os("BURN_DDP_SECRET_FILE").filter(|_| cli.secret_file.is_none()) {
         words.push(format!("BURN_DDP_SECRET_FILE={}", quoted(absolute(Path::new(&file)).as_os_str())));
     }
@@ -50,7 +50,7 @@ fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
     words.join(" ")
 }
 
-/// The options of this machine but `without`, from the command line or variables.
+/// The options of this machine without those named in `without`, from the command line or variables.
 pub(super) fn options(matches: &ArgMatches, without: &[&str]) -> Vec<String> {
     let mut words = Vec::new();
     let definition = Cli::command();
@@ -74,12 +74,12 @@ pub(super) fn given(matches: &ArgMatches, id: &str) -> Option<String> {
     said.then(|| values.collect::<Vec<_>>().join(","))
 }
 
-/// The path that does not depend on the directory in which the command is run.
+/// The absolute path, since the other machine's command may run in another directory.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// A word as a shell reads it back.
+/// A word, quoted so that a shell reads it back unchanged.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);

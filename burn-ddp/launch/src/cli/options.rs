@@ -1,4 +1,4 @@
-//! The options of `burnrun`: the command line and its variables, checked one by one.
+//! The options of `burnrun`, from the command line and from environment variables, each checked by itself.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,10 +12,10 @@ use super::host_options::HostOptions;
 use super::seconds::{parse_positive_seconds, parse_seconds};
 use super::{devices, help};
 
-/// Starts the ranks of a data-parallel training program, watches them, and says which one failed and why.
+/// Starts the ranks of a data-parallel training program, watches them, and reports which rank failed first and why.
 ///
-/// The ranks find each other by themselves. On one machine no port is chosen, and any number of jobs can run side by
-/// side; on several, burnrun is started on each of them.
+/// The ranks connect to each other without further settings. On one machine you choose no port, and any number of jobs
+/// can run side by side. For several machines, start burnrun on each of them, or once with --host or --hostfile.
 #[derive(Debug, Parser)]
 #[command(name = "burnrun", version, styles = help::STYLES, max_term_width = 100, after_long_help = help::AFTER_HELP)]
 #[command(
@@ -25,45 +25,47 @@ use super::{devices, help};
 pub(super) struct Cli {
     /// Number of ranks to start on this machine, or `auto` for one per GPU, or else one per processor core
     ///
-    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, and the cores that this process may use (container
-    /// limits count). `gpu` and `cpu` insist on one or the other.
+    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES allows, and the cores that this process may use (within the
+    /// limits of its container). `gpu` counts only GPUs and fails if there is none, `cpu` only cores.
     #[arg(short = 'n', long, alias = "nproc_per_node", value_name = "N|auto", env = "BURNRUN_NPROC_PER_NODE")]
     #[arg(default_value = "1", value_parser = parse_nproc, allow_negative_numbers = true)]
     pub(super) nproc_per_node: usize,
 
-    /// Bind each rank to cores: `core`, `numa`, `none`
+    /// Cores to which each rank is bound: `core`, `numa`, `none`
     ///
-    /// Cores are those that burnrun may use (taskset, schedulers and container limits count), without those to which
-    /// another burnrun on this machine has bound ranks. `none`: all ranks may run on all cores that burnrun may use.
+    /// Ranks are bound to cores that burnrun may use (by taskset, schedulers and container limits) and to which no
+    /// other burnrun on this machine has bound ranks. `none`: all ranks may run on all cores that burnrun may use.
     #[arg(long, alias = "bind_to", value_name = "WHAT", env = "BURNRUN_BIND_TO", default_value = "none")]
     pub(super) bind_to: BindMode,
 
     /// Number of times to start all ranks anew after one has failed
     ///
-    /// A new generation starts when all ranks of the last one are dead, on all machines; BURN_DDP_RESTART_COUNT tells
-    /// the ranks its number. Not after Ctrl-C, nor if a machine is lost, nor if the program exits with 2, which means
-    /// wrong usage.
+    /// The restart begins when all ranks on all machines have exited. The ranks find the number of restarts so far in
+    /// BURN_DDP_RESTART_COUNT. There is no restart after Ctrl-C, after the loss of a machine, or if the program exits
+    /// with 2, which means wrong usage.
     #[arg(long, alias = "max_restarts", value_name = "N", env = "BURNRUN_MAX_RESTARTS", default_value = "0")]
     pub(super) max_restarts: u32,
 
-    /// Time that a rank has to end after it was asked to, before it is killed
+    /// Time that a rank has to end after the signal to end, before it is killed
     ///
-    /// Counts from SIGTERM, after another rank has failed, or from the signal that burnrun was sent and passed on. A
-    /// failed job's other ranks first get the same time, at most 3 s, to end with errors of their own.
+    /// The signal to end is a signal to burnrun (Ctrl-C, SIGTERM, SIGHUP), which it passes on; after the failure of
+    /// another rank it is SIGTERM. Before that SIGTERM, the ranks have the same time, but at most 3 s, to end with
+    /// errors of their own.
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_GRACE", default_value = "3", value_parser = parse_seconds)]
     #[arg(allow_negative_numbers = true)]
     pub(super) grace: Duration,
 
     /// Number of machines of the job; start burnrun with the same value on each of them
     ///
-    /// Node 0 prints the command for the others. They need the same secret: `burnrun secret FILE` makes one.
+    /// burnrun on node 0 prints the command for the other machines. All need the same secret: `burnrun secret FILE`
+    /// makes one.
     #[arg(long, value_name = "N", env = "BURNRUN_NNODES", default_value = "1", value_parser = parse_nnodes)]
     #[arg(help_heading = "Several machines", allow_negative_numbers = true)]
     pub(super) nnodes: usize,
 
     /// The number of this machine, from 0
     ///
-    /// Without it, the machine that has the master's address is 0, and the others are numbered as they come.
+    /// Without it, the machine that --master-addr names is 0, and the others are numbered as they arrive.
     #[arg(long, alias = "node_rank", value_name = "K", env = "BURNRUN_NODE_RANK", help_heading = "Several machines")]
     pub(super) node_rank: Option<usize>,
 
@@ -77,33 +79,33 @@ pub(super) struct Cli {
     #[arg(help_heading = "Several machines", value_parser = clap::value_parser!(u16).range(1..))]
     pub(super) master_port: u16,
 
-    /// --master-addr and --master-port in one
+    /// Address and port of node 0's burnrun, instead of --master-addr and --master-port
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", env = "BURNRUN_RDZV_ENDPOINT")]
     #[arg(help_heading = "Several machines", conflicts_with = "master_addr")]
     pub(super) rdzv_endpoint: Option<String>,
 
-    /// Name of the job, the same on all machines; tells jobs apart that use one address by mistake
+    /// Name of the job, the same on all machines; keeps apart jobs that use the same address by mistake
     ///
-    /// Without it jobs are told apart by program and arguments, which then must be the same on all machines.
+    /// Without it, jobs are told apart by program and arguments, which must then be the same on all machines.
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "BURNRUN_RDZV_ID", default_value = "burnrun")]
     #[arg(help_heading = "Several machines")]
     pub(super) rdzv_id: String,
 
-    /// Accepted for torchrun's sake
+    /// Accepted so that command lines of torchrun work; has no effect
     #[arg(long, alias = "rdzv_backend", env = "BURNRUN_RDZV_BACKEND", value_parser = ["c10d", "static"], hide = true)]
     #[allow(dead_code, reason = "there is one kind of meeting")]
     pub(super) rdzv_backend: Option<String>,
 
-    /// Run on this machine only, which is the default; refuses --nnodes
+    /// Run on this machine only, which is the default; an error together with more than one machine
     #[arg(long, env = "BURNRUN_STANDALONE", value_parser = BoolishValueParser::new())]
     #[arg(help_heading = "Several machines")]
     pub(super) standalone: bool,
 
     /// File with the job's secret, made by `burnrun secret FILE` and copied to every machine
     ///
-    /// BURN_DDP_SECRET_FILE names it too. Without it a job on one machine makes a secret of its own that nobody sees,
-    /// and a job on several machines is refused. In a network of which you trust every user, BURN_DDP_TRUST_NETWORK=1
-    /// does without.
+    /// The variable BURN_DDP_SECRET_FILE can name the file too. Without a file, a job on one machine makes a secret
+    /// that only its ranks get, and a job on several machines is refused. If you trust every user of the network,
+    /// BURN_DDP_TRUST_NETWORK=1 allows such a job without a secret.
     #[arg(long, alias = "secret_file", value_name = "FILE", env = "BURNRUN_SECRET_FILE")]
     #[arg(help_heading = "Several machines")]
     pub(super) secret_file: Option<PathBuf>,
@@ -117,13 +119,13 @@ pub(super) struct Cli {
 
     /// Encrypt and authenticate the data (gradients, weights) that ranks send each other over sockets
     ///
-    /// The same on all machines. What all other connections carry is always encrypted. Shared memory stays plain; MPI
-    /// and, between machines, NCCL cannot be combined with it. BURN_DDP_ENCRYPT=data says the same, also without
-    /// burnrun.
+    /// Must be the same on all machines. All other connections are always encrypted, and shared memory never is. It
+    /// cannot be combined with MPI or, between machines, with NCCL. BURN_DDP_ENCRYPT=data has the same effect, also
+    /// without burnrun.
     #[arg(long, env = "BURNRUN_ENCRYPT", value_parser = BoolishValueParser::new(), help_heading = "Several machines")]
     pub(super) encrypt: bool,
 
-    /// Longest time for all machines, and then all ranks, to come together [default: 300]
+    /// Longest time until all machines, and then all ranks, have met [default: 300]
     #[arg(
         long,
         alias = "join_timeout",
@@ -139,10 +141,11 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) timeout: Option<Duration>,
 
-    /// Silence after which a rank or a machine is lost
+    /// Silence after which a rank or a machine counts as lost
     ///
-    /// By default a machine that cannot be reached is lost after 30 s, and a process that is only silent (stopped, or
-    /// in a debugger) is not lost before its collective's time is over. With this value, both are.
+    /// By default, a machine that cannot be reached is lost after 30 s, while a process that is silent on a reachable
+    /// machine (stopped, or in a debugger) is lost only when a collective reaches --timeout. If this option is given,
+    /// its value applies to both.
     #[arg(
         long,
         alias = "peer_timeout",
@@ -153,7 +156,7 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) peer_timeout: Option<Duration>,
 
-    /// Time between two signs of life of a rank [default: 1]
+    /// Interval at which each rank sends a sign of life to the others [default: 1]
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_HEARTBEAT", help_heading = "Waiting")]
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) heartbeat: Option<Duration>,
@@ -162,72 +165,72 @@ pub(super) struct Cli {
     #[arg(long, value_name = "MODE", env = "BURNRUN_STDIO", default_value = "prefixed", help_heading = "Output")]
     pub(super) stdio: StdioMode,
 
-    /// Keep output, events and, after a failure, a report in a new directory below this one
+    /// Store output, events and, after a failure, a report in a new directory below DIR
     ///
-    /// DIR/latest leads to the directory of the latest job. In it, generation-0/rank-3.stderr.log is what rank 3 wrote
-    /// to stderr before the first restart, and report.md tells what went wrong. Output of a rank that keeps the
-    /// terminal is not kept.
+    /// DIR/latest links to the directory of the latest job. There, generation-0/rank-3.stderr.log holds the stderr of
+    /// rank 3 until the first restart, and report.md explains the failure. The output of a rank that keeps the terminal
+    /// (--stdio first-rank-inherits) is not stored.
     #[arg(long, alias = "log_dir", value_name = "DIR", env = "BURNRUN_LOG_DIR", help_heading = "Output")]
     pub(super) log_dir: Option<PathBuf>,
 
-    /// Record what all ranks do, and when, in FILE, which ui.perfetto.dev and chrome://tracing open
+    /// Record a trace of all ranks in FILE, which ui.perfetto.dev and chrome://tracing open
     ///
-    /// Steps, backward, buckets, waiting, loading data, and collectives with their lines. On several machines each has
-    /// the ranks that run there, unless they share FILE's directory. BURN_DDP_TIMELINE says the same, also without
-    /// burnrun.
+    /// It shows steps, backward, buckets, waits, data loading, and collectives with their source lines. With several
+    /// machines, each machine's FILE holds its own ranks, unless the machines share FILE's directory. The variable
+    /// BURN_DDP_TIMELINE has the same effect, also without burnrun.
     #[arg(long, value_name = "FILE", env = "BURNRUN_TIMELINE", help_heading = "Output")]
     pub(super) timeline: Option<PathBuf>,
 
     /// Output that goes to the log directory and not to the console: 0 none, 1 stdout, 2 stderr, 3 both
     ///
-    /// For all ranks, or by local rank, such as 0:3,1:2.
+    /// One number for all ranks, or a list by local rank, such as 0:3,1:2.
     #[arg(short = 'r', long, value_name = "STREAMS", env = "BURNRUN_REDIRECTS", help_heading = "Output")]
     pub(super) redirects: Option<Streams>,
 
     /// Output that goes to the log directory and to the console, as for --redirects
     ///
-    /// With --log-dir and neither of the two, everything goes to both.
+    /// With --log-dir, and neither --redirects nor --tee, all output goes to both.
     #[arg(short = 't', long, value_name = "STREAMS", env = "BURNRUN_TEE", help_heading = "Output")]
     pub(super) tee: Option<Streams>,
 
-    /// The local ranks whose output the console shows, such as 0,2
+    /// Local ranks whose output the console shows, such as 0,2 [default: all]
     #[arg(long, alias = "local_ranks_filter", value_name = "RANKS", env = "BURNRUN_LOCAL_RANKS_FILTER")]
     #[arg(help_heading = "Output", value_delimiter = ',')]
     pub(super) local_ranks_filter: Option<Vec<usize>>,
 
-    /// Accepted for torchrun's sake: the program never is Python's
+    /// Accepted so that command lines of torchrun work; has no effect, since the program is never run by Python
     #[arg(long, alias = "no_python", hide = true)]
     #[allow(dead_code, reason = "there is no other way")]
     pub(super) no_python: bool,
 
-    /// The program that each rank runs, looked up as in a shell, and its arguments, passed on untouched
-    // One list and not two arguments: between two, clap would look for options.
+    /// The program that each rank runs, looked up as in a shell, and its arguments, passed on unchanged
+    // One list, since clap would look for options between two arguments.
     #[arg(value_name = "PROGRAM [ARGS]", required = true, trailing_var_arg = true)]
     pub(super) program: Vec<OsString>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum BindMode {
-    /// Each rank to an equal share of the physical cores, or of the hardware threads if cores are too few
+    /// Each rank to an equal share of the physical cores, or of the hardware threads if ranks outnumber cores
     Core,
-    /// Each rank to the cores of one NUMA node, which ranks may share
+    /// Each rank to the cores of one NUMA node, which several ranks may share
     Numa,
-    /// No rank
+    /// Ranks are not bound
     None,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum StdioMode {
-    /// Every line to burnrun's stdout or stderr, behind `[rank 0] `
+    /// Every line goes to burnrun's stdout or stderr, behind a prefix such as `[rank 0] `
     Prefixed,
-    /// Every line, without the prefix
+    /// Every line goes there without the prefix
     Plain,
-    /// This machine's first rank keeps the terminal (progress bars, input); the others as in `prefixed`
+    /// This machine's first rank keeps the terminal (progress bars, input); the others are as in `prefixed`
     FirstRankInherits,
 }
 
 impl Cli {
-    /// Meeting point of the machines; `None` for one machine.
+    /// Address at which the machines meet; `None` for one machine.
     pub(super) fn master(&self) -> Result<Option<(String, u16)>, LaunchError> {
         let usage = |message: &str| Err(LaunchError::Usage(message.into()));
         let given = match (&self.rdzv_endpoint, &self.master_addr) {
@@ -237,14 +240,14 @@ impl Cli {
         };
         match (self.nnodes, given) {
             (1, _) if self.node_rank.is_some_and(|node| node > 0) => {
-                usage("--node-rank of a job of one machine: say how many there are with --nnodes")
+                usage("--node-rank is for several machines: give their number with --nnodes")
             }
-            // One machine needs no meeting, as with torchrun's --standalone.
+            // The launcher of one machine has no other launcher to meet.
             (1, _) => Ok(None),
-            _ if self.standalone => usage("--standalone is for one machine, and --nnodes says there are more"),
+            _ if self.standalone => usage("--standalone is for one machine, but --nnodes asks for more"),
             (_, None) => usage(
-                "several machines meet at node 0: say where with --master-addr HOST (or --rdzv-endpoint HOST:PORT), \
-                the same on all",
+                "several machines meet at node 0: give its address with --master-addr HOST (or --rdzv-endpoint \
+                HOST:PORT), the same on all machines",
             ),
             (_, given) => Ok(given),
         }
@@ -259,7 +262,7 @@ fn split_endpoint(text: &str, default_port: u16) -> Result<(String, u16), String
             let (host, port) = rest.split_once(']').ok_or_else(wrong)?;
             (host, port.strip_prefix(':').or_else(|| port.is_empty().then_some("")).ok_or_else(wrong)?)
         }
-        // An IPv6 address without brackets has more than one.
+        // An IPv6 address without brackets: its last part could be mistaken for a port.
         None if text.matches(':').count() > 1 => return Err(wrong()),
         None => text.split_once(':').unwrap_or((text, "")),
     };

@@ -1,4 +1,4 @@
-//! `burnrun remote`: this host's part of a job that `burnrun --hostfile` starts elsewhere.
+//! `burnrun remote`: this host's part of a job that `burnrun --hostfile` or `--host` on another machine starts.
 
 use std::ffi::OsString;
 
@@ -7,7 +7,7 @@ use burn_ddp_launch::hosts::{Answer, Remote};
 use super::options::Cli;
 use super::say;
 
-/// Runs one launcher, whose command line and secret come on stdin. For burnrun only: it says nothing to a person.
+/// Runs one launcher, whose command line and secret come on stdin. Its answers are for burnrun, not for a person.
 pub(super) fn main() -> i32 {
     let (report, answer, code) = match run() {
         Ok(None) => return 1,
@@ -18,7 +18,7 @@ pub(super) fn main() -> i32 {
     code
 }
 
-/// The report and the exit code; `None` if there was no order.
+/// The report and the exit code; `None` if stdin ended before an order came.
 fn run() -> Result<Option<(String, i32)>, (String, i32)> {
     let failed = |error: burn_ddp_launch::LaunchError| (error.to_string(), error.exit_code());
     let Some(remote) = Remote::report_for_duty().map_err(failed)? else { return Ok(None) };

@@ -8,8 +8,8 @@ use clap::Parser;
 
 /// Makes a new secret for jobs on several machines
 ///
-/// Anyone who can read the file can join the job and change its training: copy it over a channel that you trust, such
-/// as scp, and keep it readable by yourself alone.
+/// Anyone who can read the file can join the job and change its training. Copy it over a channel that you trust, such
+/// as scp, and keep it readable only by yourself.
 #[derive(Debug, Parser)]
 #[command(name = "burnrun secret", bin_name = "burnrun secret")]
 struct Args {

@@ -1,4 +1,4 @@
-//! A job that is started on several hosts from here, by its options.
+//! Builds the job on several hosts from the options of this burnrun.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use clap::ArgMatches;
 use super::next_node_command;
 use super::options::{Cli, StdioMode};
 
-/// Arguments that the hosts do not get, or get with values of their own.
+/// Arguments that are not passed on to the hosts, or with a value that differs per host.
 const NOT_PASSED_ON: [&str; 14] = [
     "hostfile",
     "host",
@@ -28,13 +28,13 @@ const NOT_PASSED_ON: [&str; 14] = [
     "program",
 ];
 
-/// The job that `cli` describes, on its hosts.
+/// The job that `cli` describes, with the command line of each host.
 pub(super) fn fan_out(matches: &ArgMatches, cli: &Cli) -> Result<FanOut, LaunchError> {
     let usage = |message: &str| LaunchError::Usage(message.into());
     if cli.nnodes > 1 || cli.node_rank.is_some() || cli.rdzv_endpoint.is_some() || cli.standalone {
         return Err(usage(
-            "--hostfile and --host number the machines: leave out --nnodes, --node-rank, --rdzv-endpoint and \
-             --standalone",
+            "--hostfile and --host set the number of each machine: leave out --nnodes, --node-rank, --rdzv-endpoint \
+             and --standalone",
         ));
     }
     if matches!(cli.stdio, StdioMode::FirstRankInherits) {
@@ -49,7 +49,7 @@ pub(super) fn fan_out(matches: &ArgMatches, cli: &Cli) -> Result<FanOut, LaunchE
         let text = word.to_str().map(str::to_owned);
         text.ok_or_else(|| {
             LaunchError::Usage(format!(
-                "{} is not UTF-8: a program and its arguments for other hosts must be",
+                "{} is not UTF-8, as a program, its arguments and its directory on other hosts must be",
                 word.display()
             ))
         })
@@ -95,7 +95,7 @@ pub(super) fn fan_out(matches: &ArgMatches, cli: &Cli) -> Result<FanOut, LaunchE
     })
 }
 
-/// Variables that are asked for, and the one that would weaken the job if it were left behind.
+/// The variables that `wanted` names, and BURN_DDP_ENCRYPT: without it, the hosts would not encrypt.
 fn exported(wanted: &[String]) -> Result<Vec<(String, String)>, LaunchError> {
     let mut env: Vec<(String, String)> = Vec::new();
     env.extend(std::env::var("BURN_DDP_ENCRYPT").ok().map(|value| ("BURN_DDP_ENCRYPT".into(), value)));

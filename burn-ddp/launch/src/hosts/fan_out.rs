@@ -20,37 +20,38 @@ use crate::signals;
 
 /// Interval between two looks at ssh's processes and at the signals.
 const LOOK: Duration = Duration::from_millis(50);
-/// Time for stderr that is still on its way when ssh has ended: a master connection of ssh may hold it open.
+/// Longest time to read the rest of stderr after ssh has ended: a shared connection of ssh (`ControlMaster`) may keep
+/// the pipe open.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
-/// Interval at which a signal is repeated when the grace time is over. A launcher whose ranks have ended takes it as a
-/// reason to wait no longer for those of hosts that are lost.
+/// Interval at which a signal is repeated when the grace time is over. On a repeated signal, a launcher whose ranks
+/// have ended stops waiting for the launchers of lost hosts.
 const REPEAT: Duration = Duration::from_secs(1);
-/// Longest time from the first launcher's end to the last, beside the grace time and the peer timeout.
+/// Longest time from the first launcher's end to the last, in addition to the grace time and the peer timeout.
 const LAST_END: Duration = Duration::from_secs(30);
-/// Time after a second Ctrl-C in which the hosts may end.
+/// Time that the hosts have to end after a second Ctrl-C.
 const IMPATIENT: Duration = Duration::from_secs(5);
 
 /// A job that is started on several hosts from here. Node 0 is the first host.
 pub struct FanOut {
     /// The machines, by node rank.
     pub hosts: Vec<Host>,
-    /// ssh or a program that takes its arguments, with arguments of its own.
+    /// ssh, or a program that understands ssh's arguments, followed by further arguments for it.
     pub ssh: Vec<OsString>,
     /// Command that starts burnrun on a host: a path, or a name on the host's `PATH`.
     pub burnrun: String,
-    /// Longest time until burnrun reports from a host.
+    /// Longest time until burnrun on a host reports that it runs.
     pub host_timeout: Duration,
     /// Time that ranks have to end after a signal.
     pub grace: Duration,
-    /// Silence after which the launchers take another for lost.
+    /// Silence after which a launcher counts as lost for the others.
     pub peer_timeout: Duration,
-    /// Working directory of hosts without one of their own.
+    /// Working directory on hosts whose [`Host::directory`] is `None`.
     pub directory: PathBuf,
     /// Variables of all ranks.
     pub env: Vec<(String, String)>,
     /// File with the job's secret; without one a new secret is made.
     pub secret_file: Option<PathBuf>,
-    /// Command line of the launcher of each host, with its name.
+    /// Command line of the launcher of each host, by node rank, each beginning with the name of the command.
     pub words: Vec<Vec<String>>,
 }
 
@@ -58,9 +59,9 @@ pub struct FanOut {
 enum State {
     Starting,
     Running,
-    /// It has said how its part ended.
+    /// The launcher has sent the exit code of its part.
     Ended(i32),
-    /// ssh has ended without that.
+    /// ssh has ended before the launcher sent an exit code.
     Gone,
 }
 
@@ -70,35 +71,36 @@ struct Node {
     order: String,
     state: State,
     report: Vec<String>,
-    /// stdout and stderr: true until they have ended.
+    /// For stdout and stderr of ssh: true until the stream has ended.
     open: [bool; 2],
     exit: Option<(ExitStatus, Instant)>,
-    /// True if nothing more is expected.
+    /// True if the connection was cut, so that no output and no answer of this host is waited for.
     given_up: bool,
 }
 
 struct Job<'a> {
     fan_out: &'a FanOut,
     nodes: Vec<Node>,
-    /// First host that failed, in a line, and the exit code.
+    /// The first failure of a host, as one line, and the exit code.
     cause: Option<(String, i32)>,
-    /// First signal to this process, and how many there were.
+    /// The first signal to this process, and the number of signals so far.
     signals: (Option<i32>, usize),
-    /// Signal that is repeated, and when.
+    /// The signal to repeat, and the time of the next repetition.
     again: Option<(i32, Instant)>,
-    /// Time at which hosts that have not ended are given up.
+    /// Time after which hosts that have not ended are given up.
     until: Option<Instant>,
 }
 
 impl FanOut {
-    /// Runs the job; returns its report, as of one machine, and its exit code. Blocks.
+    /// Runs the job; returns one report for all hosts, and the exit code. Blocks.
     ///
-    /// Output of the ranks goes to this process's stdout and stderr. SIGINT, SIGTERM and SIGHUP to this process go to
-    /// the launchers on all hosts instead; a second one gives hosts that do not end 5 s more.
+    /// Output of the ranks goes to this process's stdout and stderr. SIGINT, SIGTERM and SIGHUP to this process are
+    /// passed on to the launchers on all hosts; after a second signal, hosts that have not ended within 5 s are given
+    /// up.
     ///
     /// # Errors
     ///
-    /// If nothing could be started: no ssh, or no readable secret.
+    /// If the job could not be started: ssh or the secret is missing, or the command line is too long.
     pub fn run(&self) -> Result<(String, i32), LaunchError> {
         let (sender, events) = channel();
         let system = |doing| move |source| LaunchError::System { doing, source };
@@ -182,7 +184,7 @@ impl Job<'_> {
         match answer {
             Answer::Ready { version } if version != env!("CARGO_PKG_VERSION") => {
                 let own = env!("CARGO_PKG_VERSION");
-                let text = format!("host {}: burnrun {version} there, {own} here: install the same", node.name);
+                let text = format!("host {}: has burnrun {version}, this machine {own}: install the same", node.name);
                 node.give_up();
                 self.fail(text, 1);
             }
@@ -204,12 +206,12 @@ impl Job<'_> {
         }
     }
 
-    /// Notes that ssh has ended, once its output is read.
+    /// Checks whether ssh has ended; once its output is read too, an end without an exit code fails the job.
     fn look_at(&mut self, nth: usize) {
         let node = &mut self.nodes[nth];
         if let (None, Ok(Some(status))) = (node.exit, node.connection.child.try_wait()) {
             node.exit = Some((status, Instant::now()));
-            // Where ssh was a script, its burnrun may still run.
+            // If `ssh` is a script, the burnrun that it started may still run: the end of stdin ends it.
             node.connection.close();
         }
         let Some((status, _)) = node.exit.filter(|_| !node.is_open()) else { return };
@@ -223,7 +225,7 @@ impl Job<'_> {
         self.fail(text, 1);
     }
 
-    /// Ends the job since a host failed. What fails later fails for that reason.
+    /// Ends the job because a host failed. Later failures are consequences and are not reported.
     fn fail(&mut self, text: String, code: i32) {
         if self.cause.is_none() && self.signals.1 == 0 {
             self.cause = Some((text, code));
@@ -240,7 +242,7 @@ impl Job<'_> {
         }
     }
 
-    /// Hosts that have no order get none; the others get the signal.
+    /// Gives up the hosts that have not received their order, and sends the signal to the others.
     fn stop(&mut self, signal: i32) {
         for node in self.nodes.iter_mut().filter(|node| matches!(node.state, State::Starting)) {
             node.give_up();
@@ -281,7 +283,7 @@ impl Job<'_> {
         for nth in 0..self.nodes.len() {
             let node = &mut self.nodes[nth];
             if node.is_open() && !matches!(node.state, State::Gone) {
-                let text = format!("host {} does not end: look for processes of the job there", node.name);
+                let text = format!("host {} did not end in time: look for processes of the job there", node.name);
                 let has_ended = matches!(node.state, State::Ended(_));
                 node.give_up();
                 if !has_ended {
@@ -325,7 +327,7 @@ impl Node {
     }
 }
 
-/// The line of the secret's file. With no file, of a new secret, which only the launchers and ranks of this job see.
+/// The secret in `file` as a line of text; without a file, a new secret, known to this job's launchers and ranks only.
 fn secret_line(file: Option<&Path>) -> Result<String, LaunchError> {
     let secret = match file {
         Some(path) => Secret::read(path).map_err(|error| LaunchError::Usage(error.to_string()))?,

@@ -7,13 +7,13 @@ use crate::error::LaunchError;
 /// One machine of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
-    /// Name for ssh, also `user@name`.
+    /// Name that ssh connects to, also `user@name`.
     pub name: String,
-    /// Number of ranks; `None` where none is given.
+    /// Number of ranks on this host; `None` if the hostfile or `--host` gives no number.
     pub slots: Option<usize>,
-    /// Working directory, if it has one of its own.
+    /// Working directory of this host; `None` stands for the job's.
     pub directory: Option<PathBuf>,
-    /// Variables of its ranks, beside those of all hosts.
+    /// Variables of this host's ranks, in addition to the variables of all hosts.
     pub env: Vec<(String, String)>,
 }
 
@@ -23,14 +23,14 @@ impl Host {
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Usage`] with the line that is wrong, or why the file cannot be read.
+    /// [`LaunchError::Hostfile`] if the file cannot be read, or with the line that is wrong.
     pub fn read(path: &Path) -> Result<Vec<Self>, LaunchError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| LaunchError::Usage(format!("cannot read the hostfile {}: {error}", path.display())))?;
-        parse_file(&text).map_err(|wrong| LaunchError::Usage(format!("hostfile {}, {wrong}", path.display())))
+        let failed = |reason| LaunchError::Hostfile { path: path.to_owned(), reason };
+        let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+        parse_file(&text).map_err(failed)
     }
 
-    /// The hosts of words such as `node1:4`.
+    /// The hosts that words such as `node1:4` name.
     ///
     /// # Errors
     ///
@@ -40,7 +40,7 @@ impl Host {
         hosts.and_then(distinct).map_err(|wrong| LaunchError::Usage(format!("--host: {wrong}")))
     }
 
-    /// Name without the user, at which other machines reach it.
+    /// Name of the host without the user: the address at which other machines reach it.
     #[must_use]
     pub fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, host)| host)
@@ -101,7 +101,7 @@ fn parse_slots(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|slots| *slots > 0).ok_or_else(|| format!("{text:?} is no number of ranks from 1 up"))
 }
 
-/// Refuses none and the same twice: two launchers of one job on a machine would get in each other's way.
+/// Refuses an empty list, and a host that is listed twice: its two launchers would give out the same local ranks.
 fn distinct(hosts: Vec<Host>) -> Result<Vec<Host>, String> {
     if hosts.is_empty() {
         return Err("there is no host".into());
@@ -114,7 +114,7 @@ fn distinct(hosts: Vec<Host>) -> Result<Vec<Host>, String> {
     Ok(hosts)
 }
 
-/// A hostfile, whose hosts are what they are as words of `--host`.
+/// Parses `text` as a hostfile and as words of `--host`.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(text: &str) {
     for host in parse_file(text).unwrap_or_default() {
@@ -153,6 +153,18 @@ mod tests {
         };
         assert_eq!(named(&["a:4", "b"]), [("a".into(), Some(4)), ("b".into(), None)]);
         assert_eq!(named(&["[fe80::1]:2", "fe80::2"]), [("fe80::1".into(), Some(2)), ("fe80::2".into(), None)]);
+    }
+
+    #[test]
+    fn a_hostfile_that_cannot_be_used_has_an_error_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let (missing, wrong) = (dir.path().join("missing"), dir.path().join("wrong"));
+        std::fs::write(&wrong, "a\nb cpus=4\n").unwrap();
+        for (path, part) in [(missing, "No such file"), (wrong, "line 2: \"cpus=4\" is none of")] {
+            let error = Host::read(&path).unwrap_err();
+            assert!(matches!(error, LaunchError::Hostfile { .. }) && error.exit_code() == 2, "{error}");
+            assert!(error.to_string().contains(part), "{error}");
+        }
     }
 
     #[test]

@@ -11,17 +11,18 @@ use crate::error::LaunchError;
 use crate::handed_over_files::HandedOver;
 use crate::launcher::Launcher;
 
-/// The end on a host, which has its order.
+/// The end on a host, after it has received its order.
 pub struct Remote {
     order: Order,
 }
 
 impl Remote {
-    /// Says that this process is ready, and waits for the order; `None` if stdin ends before. Blocks.
+    /// Reports to the local burnrun that this process is ready, and waits for the order; `None` if stdin ends before.
+    /// Blocks.
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Nodes`] for an order that is not one.
+    /// [`LaunchError::Nodes`] if the line on stdin is not an order.
     pub fn report_for_duty() -> Result<Option<Self>, LaunchError> {
         answer(&Answer::Ready { version: env!("CARGO_PKG_VERSION").into() });
         let mut line = Vec::new();
@@ -30,22 +31,22 @@ impl Remote {
             return Ok(None);
         }
         let order = serde_json::from_slice(&line)
-            .map_err(|error| LaunchError::Nodes(format!("the order on stdin is none: {error}")))?;
+            .map_err(|error| LaunchError::Nodes(format!("the line on stdin is not an order of burnrun: {error}")))?;
         Ok(Some(Self { order }))
     }
 
-    /// Command line of the launcher, with its name.
+    /// Command line of the launcher, beginning with the name of the command.
     #[must_use]
     pub fn words(&self) -> &[String] {
         &self.order.words
     }
 
-    /// Enters the working directory, follows stdin from now on, and completes the launcher that [`words`](Self::words)
-    /// describe.
+    /// Enters the working directory, passes on the signals that come on stdin from now on, and adds the order's
+    /// variables and secret to `launcher`, which was built from [`words`](Self::words).
     ///
     /// # Errors
     ///
-    /// If there is no such directory, or the system refuses a thread or a file in memory.
+    /// If the directory cannot be entered, or the system refuses a thread or a file in memory.
     pub fn complete(self, launcher: Launcher) -> Result<Launcher, LaunchError> {
         let Order { secret, directory, env, .. } = self.order;
         std::env::set_current_dir(&directory).map_err(|error| {
@@ -64,21 +65,21 @@ impl Remote {
     }
 }
 
-/// Writes a line for the local burnrun. If that is gone, the end of stdin says so.
+/// Writes a line for the local burnrun. Errors are ignored: if the local burnrun is gone, stdin ends too.
 pub(super) fn answer(answer: &Answer) {
     let mut stdout = io::stdout().lock();
     let _ = stdout.write_all(answer.line().as_bytes()).and_then(|()| stdout.flush());
 }
 
 impl Answer {
-    /// Ends the talk: the report, line by line, and then this.
+    /// Sends the lines of the report and then this answer, the last one.
     pub fn say_with(self, report: &str) {
         report.lines().for_each(|line| answer(&Self::Report(line.to_owned())));
         answer(&self);
     }
 }
 
-/// Sends this process the signals that come on stdin, and SIGTERM at its end.
+/// Sends this process the signals that come on stdin, and SIGTERM when stdin ends.
 fn follow_stdin() {
     let mut line = String::new();
     loop {
@@ -96,7 +97,7 @@ fn follow_stdin() {
     }
 }
 
-/// A secret is read from files only, so that files are what is checked.
+/// Parses the line of a secret file. The line goes through a file in memory, since [`Secret::read`] is the only parser.
 fn parse_secret(line: &str) -> Result<Secret, LaunchError> {
     let file = HandedOver::create("secret").and_then(|file| {
         let mut content = file.file();

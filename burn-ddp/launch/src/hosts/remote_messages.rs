@@ -1,12 +1,12 @@
-//! Messages between the local burnrun and those on the hosts: lines of JSON.
+//! Messages between the local burnrun and the burnrun on each host: lines of JSON.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Begins each answer's line on the stdout of `burnrun remote`, which it shares with the ranks' output.
+/// Prefix of each answer on the stdout of `burnrun remote`: it tells answers from the ranks' output.
 const MARK: &str = "\u{2}burnrun ";
-/// Largest order in bytes: a pipe takes it without a reader.
+/// Largest order in bytes. It fits into an empty pipe (64 KiB), so sending one never blocks.
 pub(super) const ORDER_CAP: usize = 60_000;
 
 /// Part of a job that one host runs. The first line on the stdin of `burnrun remote`.
@@ -18,7 +18,7 @@ pub struct Order {
     pub(super) directory: PathBuf,
     /// Variables of the ranks.
     pub(super) env: Vec<(String, String)>,
-    /// Command line for the launcher there, with its name.
+    /// Command line of the launcher on the host, beginning with the name of the command.
     pub(super) words: Vec<String>,
 }
 
@@ -31,9 +31,9 @@ impl Order {
 /// A message from the launcher on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
-    /// It runs, and waits for its order.
+    /// The launcher runs, and waits for its order.
     Ready {
-        /// Version of burnrun there.
+        /// Version of burnrun on the host.
         version: String,
     },
     /// A line of the final report.
@@ -49,8 +49,8 @@ impl Answer {
         format!("{MARK}{}", to_line(self))
     }
 
-    /// The answer at the end of a line of output, if there is one, and what stands before it: a shell's start-up files
-    /// may write without a newline.
+    /// The answer at the end of a line of output, if there is one, and the bytes before it: the start-up files of a
+    /// shell may print a text without a newline.
     pub(super) fn read(line: &[u8]) -> Option<(&[u8], Self)> {
         let mark = MARK.as_bytes();
         let at = line.windows(mark.len()).position(|window| window == mark)?;
@@ -58,7 +58,7 @@ impl Answer {
     }
 }
 
-/// Further line on the stdin of `burnrun remote`: the signal that its job gets.
+/// Each further line on the stdin of `burnrun remote`: a signal for its part of the job.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Signalled {
     pub(super) signal: i32,
@@ -71,11 +71,11 @@ impl Signalled {
 }
 
 fn to_line(message: &impl Serialize) -> String {
-    // Strings and integers: serde_json cannot fail on them. A path of other bytes is refused before.
+    // serde_json cannot fail on strings and integers. `fan_out` has refused a directory that is not UTF-8.
     serde_json::to_string(message).unwrap_or_default() + "\n"
 }
 
-/// A line from the other end of a connection, on either side.
+/// Parses `bytes` as a line that either end of a connection may receive.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     if let Some((before, answer)) = Answer::read(bytes) {

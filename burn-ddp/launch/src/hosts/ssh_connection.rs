@@ -13,13 +13,13 @@ use crate::output::lines::Lines;
 use crate::output::relay::{Output, write_to};
 
 const READ_BYTES: usize = 64 * 1024;
-/// Number of lines of stderr that are kept for the explanation of a failure.
+/// Number of stderr lines that are stored to explain a failure.
 const SAID: usize = 20;
 
 /// News of a host, by its node rank.
 pub(super) enum News {
     Answer(usize, Answer),
-    /// One of its outputs has ended.
+    /// One of the host's two outputs has ended.
     Closed(usize, Output),
 }
 
@@ -29,21 +29,21 @@ pub(super) struct Connection {
     console: Arc<Mutex<Console>>,
 }
 
-/// Destination of a host's lines, for both readers of a connection.
+/// Destination of a host's output, shared by the two reader threads of a connection.
 struct Console {
     host: String,
-    /// Set by the reader of stdout at the first answer: until then the lines are ssh's and the shell's.
+    /// Set by the reader of stdout at the first answer. Before it, ssh and the shell write the lines.
     ready: bool,
-    /// Lines of stderr from before; shown only if the host becomes ready.
+    /// The first lines of both outputs before the first answer; shown once the host is ready.
     held: Vec<String>,
     /// The last lines of stderr.
     said: VecDeque<String>,
 }
 
 impl Connection {
-    /// Starts `command`, whose outputs belong to the host of rank `node`.
+    /// Starts `command`, the ssh to the host with node rank `node`.
     pub(super) fn start(mut command: Command, host: &str, node: usize, news: &Sender<News>) -> io::Result<Self> {
-        // A group of its own: Ctrl-C in the terminal reaches burnrun alone, which passes it on in order.
+        // ssh gets a process group of its own, so that Ctrl-C in the terminal reaches only burnrun, which passes it on.
         let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = piped.spawn()?;
         let console = Console { host: host.to_owned(), ready: false, held: Vec::new(), said: VecDeque::new() };
@@ -69,19 +69,19 @@ impl Connection {
         Ok(Self { child, stdin, console })
     }
 
-    /// Sends a line. A connection that is gone says so by its end.
+    /// Sends a line. Errors are ignored: if the connection is gone, its outputs end too.
     pub(super) fn send(&mut self, line: &str) {
         if let Some(stdin) = &mut self.stdin {
             let _ = stdin.write_all(line.as_bytes());
         }
     }
 
-    /// Says that nothing more will be sent, which ends the launcher on the host.
+    /// Closes ssh's stdin, which ends the launcher on the host.
     pub(super) fn close(&mut self) {
         self.stdin = None;
     }
 
-    /// Ends ssh, and with its stdin the launcher on the host.
+    /// Kills ssh and closes its stdin, which ends the launcher on the host.
     pub(super) fn cut(&mut self) {
         self.close();
         let _ = self.child.kill();
@@ -104,8 +104,8 @@ fn lock(console: &Mutex<Console>) -> MutexGuard<'_, Console> {
     console.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reads to the end. An output of this process whose reader is gone is dropped: the hosts would only see their
-/// connection break.
+/// Reads the pipe to its end and writes its lines to this process's output. Errors of that output are ignored: a reader
+/// of burnrun's output that has gone must not break the connection to the host.
 fn read(mut pipe: impl Read, output: Output, console: &Mutex<Console>, node: usize, news: &Sender<News>) {
     let (mut lines, mut buffer) = (Lines::new(String::new()), vec![0; READ_BYTES]);
     loop {
@@ -141,7 +141,7 @@ fn read(mut pipe: impl Read, output: Output, console: &Mutex<Console>, node: usi
 }
 
 impl Console {
-    /// The part of a line that is to be written now.
+    /// Records a line, and returns the bytes to write to this process's output now.
     fn pass(&mut self, line: &[u8], output: Output) -> Vec<u8> {
         if output == Output::Stderr {
             if self.said.len() == SAID {
@@ -152,7 +152,7 @@ impl Console {
         if self.ready {
             return line.to_vec();
         }
-        // A shell's start-up files may print.
+        // The start-up files of a shell may print.
         self.held.push(String::from_utf8_lossy(line).into_owned());
         self.held.truncate(SAID);
         Vec::new()

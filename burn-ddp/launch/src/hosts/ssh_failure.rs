@@ -1,7 +1,7 @@
-//! Causes of failed connections, in one line with the remedy: pure functions of what ssh printed.
+//! Causes of failed connections, each a line with the remedy: pure functions of the lines that ssh printed.
 
-/// End of a connection whose burnrun never reported. `code` is ssh's exit code, `said` what it and the host's shell
-/// wrote to stderr.
+/// Message for a connection that ended before burnrun on the host reported. `code` is ssh's exit code, `said` are the
+/// lines that ssh and the host's shell wrote to stderr.
 pub(super) fn before_ready(host: &str, burnrun: &str, code: Option<i32>, said: &[String]) -> String {
     let version = env!("CARGO_PKG_VERSION");
     let has = |part: &str| said.iter().any(|line| line.contains(part));
@@ -38,7 +38,7 @@ pub(super) fn before_ready(host: &str, burnrun: &str, code: Option<i32>, said: &
     }
 }
 
-/// End of a connection whose burnrun had an order and did not say how the job ended.
+/// Message for a connection that ended after burnrun on the host had its order, and before it sent an exit code.
 pub(super) fn lost(host: &str, said: &[String]) -> String {
     let own = |line: &&str| !line.is_empty() && !line.starts_with("[rank ");
     let quote =

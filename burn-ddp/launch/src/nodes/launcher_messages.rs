@@ -2,14 +2,14 @@
 //!
 //! | key | writer | value |
 //! |---|---|---|
-//! | `node/{k}` | launcher k, once | [`Node`]: it is there |
+//! | `node/{k}` | launcher k, once | [`Node`]: its settings; present once it has registered |
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
 //! | `{g}/plan` | launcher 0 | [`Announcement`] of generation g |
-//! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
-//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome): all its ranks are dead |
-//! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended, in short |
-//! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
-//! | `bye/{k}` | launcher k | it has read the last verdict |
+//! | `{g}/stop` | the first launcher that sees the end | [`Stop`]: reason why generation g is over |
+//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome), once all its ranks are dead |
+//! | `{g}/post-mortem/{r}` | the launcher of rank r | the report that rank r wrote when its world ended, shortened |
+//! | `{g}/verdict` | launcher 0 | [`Verdict`]: outcome of generation g, and whether another follows |
+//! | `bye/{k}` | launcher k | empty; present once launcher k has read the last verdict |
 //!
 //! Entries of generation g are removed when g + 2 begins.
 
@@ -28,29 +28,29 @@ pub(crate) struct Node {
     pub(crate) node: usize,
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// Number of ranks that it starts.
+    /// Number of ranks that this launcher starts.
     pub(crate) nproc: usize,
-    /// Number of launchers that it expects.
+    /// Number of launchers that this launcher expects.
     pub(crate) nnodes: usize,
     pub(crate) version: String,
-    /// Fingerprint of the program's arguments; `None` where the job has a name of its own.
+    /// Fingerprint of the program's arguments; `None` if the user named the job (`--rdzv-id`).
     pub(crate) arguments: Option<u64>,
 }
 
-/// Node 0's word on a generation: the plan by which each launcher starts its ranks, or why there is nothing to start.
+/// Node 0's decision before a generation: the plan by which each launcher starts its ranks, or why the job is over.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Announcement {
     Start(GenerationPlan),
     Over(Trouble),
 }
 
-/// Plan of a generation: its names, its meeting place, its machines.
+/// Plan of a generation: the job's names, the address of the ranks' store, and the machines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct GenerationPlan {
     pub(crate) job_id: String,
     /// Names the job's log directory.
     pub(crate) job_name: String,
-    /// Address of the store in which its ranks meet.
+    /// Address of the store in which the ranks meet.
     pub(crate) host: String,
     pub(crate) port: u16,
     /// All launchers, by node rank.
@@ -64,7 +64,7 @@ impl GenerationPlan {
 
     /// The first rank of a machine: ranks are numbered machine by machine.
     pub(crate) fn first_rank(&self, node: usize) -> usize {
-        // A launcher says what it likes; no sum of its numbers may end this process.
+        // Another launcher may send any number: an overflow must not end this process.
         self.nodes[..node].iter().fold(0, |ranks, node| ranks.saturating_add(node.nproc))
     }
 
@@ -103,12 +103,14 @@ pub(crate) fn take<T: DeserializeOwned>(
     };
     let parsed = serde_json::from_slice(&bytes);
     parsed.map(Some).map_err(|error| burn_ddp_comm::Error::Store {
-        message: format!("the launchers do not understand each other ({key}: {error}): they must be of one version"),
+        message: format!(
+            "the launchers cannot parse each other's messages ({key}: {error}): they must be of one version"
+        ),
     })
 }
 
 pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
-    // Strings, numbers and lists: nothing that JSON could not hold.
+    // serde_json cannot fail on these types: strings, numbers and lists.
     serde_json::to_vec(value).unwrap_or_default()
 }
 

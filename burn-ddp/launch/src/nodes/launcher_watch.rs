@@ -1,5 +1,5 @@
-//! Link of a launcher to the others while a job runs: sends signs of life, watches theirs, and passes on that the job
-//! is over.
+//! Link of a launcher to the others while a job runs: sends signs of life, watches the others' signs of life, and
+//! passes on the end of a generation.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -16,9 +16,9 @@ use crate::signals;
 
 /// Interval between two signs of life.
 const BEAT: Duration = Duration::from_secs(1);
-/// Time after which a store that refuses connections is gone.
+/// Time of failing calls after which node 0's store counts as gone.
 const REFUSED: Duration = Duration::from_secs(5);
-/// Longest time that Ctrl-Z waits until the others know.
+/// Longest time that Ctrl-Z is delayed to announce the pause to the other launchers.
 const PAUSE: Duration = Duration::from_secs(2);
 
 /// Handle of the two threads of the link; dropping it ends them within about a beat.
@@ -42,11 +42,11 @@ struct Shared {
     generation: AtomicU32,
     /// Set when the link is dropped.
     over: AtomicBool,
-    /// Machines that gave no sign of life for too long, and the length of the silence. Written by node 0's listener.
+    /// Nodes that gave no sign of life for too long, each with the length of its silence. Written by node 0's listener.
     lost: Mutex<BTreeMap<usize, Duration>>,
     /// The latest generation whose end was published, and why it ended. Written by the listener.
     stopped: Mutex<Option<(u32, Stop)>>,
-    /// Reason why node 0 cannot be reached any more. Written by the listener of any other node.
+    /// Reason why node 0's store cannot be reached any more. Written by the listener.
     cut: Mutex<Option<Trouble>>,
 }
 
@@ -84,11 +84,11 @@ impl Link {
     /// Publishes that the generation is over. Does not block.
     pub(crate) fn stop(&self, stop: Stop) {
         let key = format!("{}/stop", self.shared.generation.load(Ordering::Acquire));
-        // Its thread lives as long as this.
+        // Cannot fail: the receiving thread ends when this sender is dropped.
         let _ = self.posts.send(Post { key, stop });
     }
 
-    /// Stops this process (Ctrl-Z) while there is no rank to stop.
+    /// Stops this process (Ctrl-Z) while no rank runs.
     pub(crate) fn suspend(&self) {
         self.pause(true);
         if let Err(error) = signals::stop_here() {
@@ -97,20 +97,20 @@ impl Link {
         self.pause(false);
     }
 
-    /// Publishes that this process is about to stop for a while, or goes on. Waits for a moment until the others can
-    /// know.
+    /// Publishes that this process is about to stop for a while, or goes on. Waits briefly, so that the others see it
+    /// first and do not count the pause as silence.
     pub(crate) fn pause(&self, paused: bool) {
         let (shared, (done, heard)) = (self.shared.clone(), mpsc::channel());
         let started = thread::Builder::new().spawn(move || {
             let set = shared.store.set(&beat_key(shared.node), if paused { b"paused" } else { b"0" });
-            // Sending fails if the wait is over.
+            // Sending fails if `pause` no longer waits.
             let _ = done.send(set);
         });
         let set = started.ok().and_then(|_| heard.recv_timeout(PAUSE).ok());
         if !matches!(set, Some(Ok(()))) {
-            tracing::warn!("the other launchers could not be told of the pause");
+            tracing::warn!("the pause could not be announced to the other launchers");
         } else if paused && self.shared.node == 0 {
-            // The store pauses with this process: each of the others looks once a beat.
+            // The store stops with this process. The others read this node's beat once per `BEAT`.
             thread::sleep(BEAT + BEAT / 2);
         }
     }
@@ -123,12 +123,12 @@ impl Link {
         lock(&self.shared.lost).clone()
     }
 
-    /// Reason for the end of the generation, if one was published, even before it started here.
+    /// Reason for the end of the generation, once it was published, also if this machine has not started it yet.
     pub(crate) fn stopped(&self, generation: u32) -> Option<Stop> {
         lock(&self.shared.stopped).clone().filter(|(ended, _)| *ended == generation).map(|(_, stop)| stop)
     }
 
-    /// A function for another thread: true once the generation has ended elsewhere, or node 0 cannot be reached.
+    /// A function for another thread: true once the end of the generation was published, or node 0 cannot be reached.
     pub(crate) fn end_of(&self, generation: u32) -> impl Fn() -> bool + Send + use<> {
         let shared = self.shared.clone();
         move || {
@@ -152,7 +152,7 @@ impl Shared {
     fn post_all(&self, queue: &Receiver<Post>) {
         while let Ok(Post { key, stop }) = queue.recv() {
             if let Err(error) = put_new(&*self.store, &key, &stop) {
-                tracing::warn!(%error, "the other launchers could not be told that the job is over");
+                tracing::warn!(%error, "the end of the job could not be published to the other launchers");
             }
         }
     }
@@ -162,11 +162,11 @@ struct Listener {
     shared: Arc<Shared>,
     events: Sender<Event>,
     beat: u64,
-    /// Each other's last beat, and when it came. Node 0 watches all, the others watch node 0.
+    /// Last beat of each watched node, and the time at which it changed. Node 0 watches all, the others watch node 0.
     heard: BTreeMap<usize, (Vec<u8>, Instant)>,
-    /// Generation whose end was passed on.
+    /// Latest generation whose end was passed on to the main thread.
     passed_on: Option<u32>,
-    /// Start of the time in which the store cannot be reached.
+    /// Time since which all calls to the store have failed; `None` while they succeed.
     failing: Option<Instant>,
 }
 
@@ -185,7 +185,7 @@ impl Listener {
                 Err(error) => self.on_error(&error.to_string(), start),
             }
             if start.elapsed() > self.shared.patience {
-                // This process did not run, so the silence is its own.
+                // This process itself was stopped or slow, so the other nodes' beats may be unread: they get new time.
                 let now = Instant::now();
                 self.heard.values_mut().for_each(|(_, at)| *at = now);
                 self.failing = None;
@@ -207,7 +207,7 @@ impl Listener {
         } else if let Some(stop) = take::<Stop>(&*shared.store, &format!("{generation}/stop"), BEAT)? {
             self.passed_on = Some(generation);
             *lock(&shared.stopped) = Some((generation, stop.clone()));
-            // The main thread is gone, and so is the job.
+            // Fails only if the main thread, and with it the job, has ended.
             let _ = self.events.send(Event::Ordered { generation, stop });
         }
         Ok(())
@@ -241,14 +241,14 @@ impl Listener {
             let trouble =
                 Trouble { message: format!("node 0's launcher cannot be reached any more: {error}"), exit_code: 1 };
             *lock(&self.shared.cut) = Some(trouble.clone());
-            // As above.
+            // Fails only if the main thread has ended.
             let _ = self.events.send(Event::Cut(trouble));
         }
         thread::sleep(BEAT / 4);
     }
 }
 
-/// Trouble of a machine that is silent.
+/// The error of a job with a machine that was silent for `silent`.
 pub(crate) fn lost(node: usize, silent: Duration) -> Trouble {
     let silent = silent.as_secs_f64();
     let message = format!(

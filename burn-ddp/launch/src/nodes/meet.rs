@@ -16,22 +16,22 @@ use crate::job_authentication::Trust;
 use crate::rank_exit::signal_name;
 use crate::report::user_notices::NoticeSink;
 
-/// Time after which the user is told what is waited for; doubled each time.
+/// Time after which a notice names the missing launchers; doubled after each notice.
 const COMMENT: Duration = Duration::from_secs(10);
-/// Key of the first generation's end, which may come before it begins.
+/// Key under which the end of generation 0 is published, also if a signal ends the job before that generation starts.
 const STOP: &str = "0/stop";
-/// Longest first attempt to reach node 0. Each further one may take twice as long, since the network may be slow. A
-/// signal is seen between two attempts.
+/// Limit of the first attempt to reach node 0; doubled for each further attempt, since the network may be slow. The
+/// attempts begin short because signals are handled only between two attempts.
 const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
-/// Longest time until the name of the meeting has an address.
+/// Longest time until the meeting's host name resolves to an address.
 const NAME: Duration = Duration::from_secs(30);
-/// Longest attempt of all.
+/// Largest limit of an attempt.
 const ATTEMPT: Duration = Duration::from_secs(4);
 
 /// Place and participants of the meeting.
 pub(crate) struct Meet<'a> {
     pub(crate) nnodes: usize,
-    /// `None`: the machine that owns the address is 0, the others are numbered as they come.
+    /// Node rank; `None`: the machine that owns the meeting's address is 0, the others are numbered as they arrive.
     pub(crate) node: Option<usize>,
     pub(crate) host: &'a str,
     pub(crate) port: u16,
@@ -43,13 +43,13 @@ pub(crate) struct Meet<'a> {
     pub(crate) join_timeout: Duration,
     /// Silence after which another launcher is lost.
     pub(crate) patience: Duration,
-    /// Instruction for the other machines, for node 0 to show.
+    /// Notice of node 0: the command to run on the other machines.
     pub(crate) invitation: Option<&'a str>,
     pub(crate) trust: &'a Trust,
     pub(crate) notices: NoticeSink,
 }
 
-/// Blocks until all launchers are there.
+/// Blocks until all launchers of the job have registered.
 pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Nodes, Interrupted> {
     let deadline = Instant::now() + meet.join_timeout;
     let server = meet.host_store(deadline, events)?;
@@ -72,19 +72,20 @@ impl Meet<'_> {
         }
         let addresses = self.addresses(deadline, events)?;
         if addresses[0].ip().is_unspecified() {
-            let advice = "that means every address: name the one at which the other machines reach node 0";
+            let advice = "that means every address: give the one at which the other machines reach node 0";
             return Err(self.failed(advice));
         }
         let own = addresses.iter().all(|address| address.ip().is_loopback()) && !is_loopback_name(self.host);
         if own {
             return Err(self.failed(&format!(
-                "on this machine that name means {}, where no other machine comes; give an address instead of the name",
+                "on this machine that name means {}, which no other machine can reach; give an address instead",
                 addresses[0].ip()
             )));
         }
         match self.trust.serve(&addresses, self.job) {
             Ok(server) => Ok(Some(server)),
-            // The address of another machine, or, on one machine, another launcher of the job came first.
+            // The address is another machine's, or another launcher of the job on this machine already listens there:
+            // this launcher is not node 0.
             Err(error)
                 if self.node.is_none()
                     && matches!(error.kind(), ErrorKind::AddrNotAvailable | ErrorKind::AddrInUse) =>
@@ -106,7 +107,7 @@ impl Meet<'_> {
         }
     }
 
-    /// Addresses of the meeting, at least one. A name may get its address late, as the name of a pod does.
+    /// Addresses of the meeting, at least one. Waits for the name to resolve: a Kubernetes pod's name resolves late.
     fn addresses(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Vec<SocketAddr>, Interrupted> {
         let deadline = deadline.min(Instant::now() + NAME);
         let mut shown = false;
@@ -141,7 +142,7 @@ impl Meet<'_> {
             let failure = match self.trust.connect(self.host, self.port, self.job, attempt, self.patience) {
                 Ok(store) => return Ok(store),
                 Err(error) if is_refusal(&error) => return Err(self.refused(&error)),
-                // Not how long a single attempt took: the message says how long they all did.
+                // Without the time of this attempt: the message below states the time of all attempts.
                 Err(error) => error.to_string().rsplit("last attempt: ").next().unwrap_or_default().to_owned(),
             };
             let place = format!("{}:{}", self.host, self.port);
@@ -181,17 +182,18 @@ impl Meet<'_> {
             put_new(store, &key(0), &me(0))?;
             return Ok(0);
         }
-        // Node 0 says how many are to come.
+        // Node 0's entry holds the settings that this launcher must share.
         let first = loop {
             if let Some(first) = take::<Node>(store, &key(0), LOOK)? {
                 break first;
             }
             if Instant::now() >= deadline {
-                return Err(Interrupted::Error(LaunchError::Nodes("node 0 did not come".into())));
+                let message = "node 0's launcher hosts the store but did not register in time";
+                return Err(Interrupted::Error(LaunchError::Nodes(message.into())));
             }
             interruption(events)?;
         };
-        let other = if first.nnodes != self.nnodes {
+        let difference = if first.nnodes != self.nnodes {
             Some(format!("--nnodes {} here, but {} on node 0 (host {})", self.nnodes, first.nnodes, first.host))
         } else if first.version != env!("CARGO_PKG_VERSION") {
             Some(format!("burnrun {} here, but {} on node 0", env!("CARGO_PKG_VERSION"), first.version))
@@ -204,8 +206,9 @@ impl Meet<'_> {
         } else {
             None
         };
-        if let Some(other) = other {
-            return Err(Interrupted::Error(LaunchError::Usage(format!("the machines disagree: {other}"))));
+        if let Some(difference) = difference {
+            let message = format!("the machines were started with different settings: {difference}");
+            return Err(Interrupted::Error(LaunchError::Disagree(message)));
         }
         let wanted = self.node.map_or(1..self.nnodes, |node| node..node + 1);
         for node in wanted.clone() {
@@ -215,7 +218,7 @@ impl Meet<'_> {
         }
         let there = take::<Node>(store, &key(wanted.start), Duration::ZERO)?;
         let there = there.map(|node| format!("host {}, pid {}", node.host, node.pid)).unwrap_or_default();
-        Err(Interrupted::Error(LaunchError::Usage(match self.node {
+        Err(Interrupted::Error(LaunchError::Disagree(match self.node {
             Some(node) => {
                 format!("node rank {node} is taken already ({there}): each machine needs its own --node-rank")
             }
@@ -247,7 +250,7 @@ impl Meet<'_> {
                 let came: Vec<_> = nodes.iter().flatten().map(|n| format!("{} (host {})", n.node, n.host)).collect();
                 let waited = self.join_timeout.as_secs_f64();
                 return Err(Interrupted::Error(LaunchError::Nodes(format!(
-                    "not all {} machines came within {waited:.0} s: there is node {}; missing is node {list}{}",
+                    "not all {} machines came within {waited:.0} s: node {} came; missing is node {list}{}",
                     self.nnodes,
                     came.join(", "),
                     refused().unwrap_or_default()
@@ -263,14 +266,14 @@ impl Meet<'_> {
             }
             interruption(events).inspect_err(|interrupted| {
                 if let Interrupted::Signal(signal) = interrupted {
-                    // Its seat is taken, so the others would wait for it, or start without.
+                    // This launcher is registered: without this entry, the others would wait for it or start with it.
                     let _ = put_new(store, STOP, &Stop::Interrupted { host: self.own_host.clone(), signal: *signal });
                 }
             })?;
         }
     }
 
-    /// The error of a launcher that node 0's turned away.
+    /// Error of this launcher after node 0's store has refused it.
     fn refused(&self, error: &burn_ddp_comm::Error) -> Interrupted {
         let advice = if error.to_string().contains("of another job") {
             format!(
@@ -290,7 +293,7 @@ impl Meet<'_> {
     }
 }
 
-/// Waits for a signal for a moment. Signals end the meeting, except SIGWINCH and SIGTSTP.
+/// Waits [`LOOK`] for a signal. Every signal but SIGWINCH and SIGTSTP ends the meeting.
 fn interruption(events: &Receiver<Event>) -> Result<(), Interrupted> {
     match look(events, LOOK) {
         Some(Event::Signal(libc::SIGWINCH)) => Ok(()),
@@ -301,7 +304,7 @@ fn interruption(events: &Receiver<Event>) -> Result<(), Interrupted> {
     }
 }
 
-/// True if the store's host refused this process: trying again will not help.
+/// True if the store refused this process, so that another attempt would fail too.
 fn is_refusal(error: &burn_ddp_comm::Error) -> bool {
     error.to_string().contains("refused this process")
 }

@@ -1,7 +1,8 @@
 //! Several machines: one launcher on each, which meet in a store that node 0's launcher hosts.
 //!
-//! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and
-//! whether there is another. A launcher that hears nothing from the others for too long ends its part of the job.
+//! A generation is one start of all ranks; a restart begins the next. Node 0 numbers the ranks, publishes where they
+//! meet, collects their exits, and decides on the outcome of the generation and whether another one follows. Node 0's
+//! launcher ends the job when another launcher is silent for too long, the others when they cannot reach node 0.
 
 mod launcher_messages;
 mod launcher_watch;
@@ -25,10 +26,10 @@ use launcher_messages::{encode, put, take};
 
 /// Interval between two looks at the store and at the signals.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time for which node 0 keeps the store for launchers that have not read the last verdict.
+/// Longest time that node 0 keeps its store open for launchers that have not read the last verdict.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// This launcher among all of the job.
+/// This launcher's node rank, and its connection to the job's other launchers.
 pub(crate) struct Nodes {
     pub(crate) node: usize,
     pub(crate) host: String,
@@ -38,11 +39,11 @@ pub(crate) struct Nodes {
 struct Others {
     nodes: Vec<Node>,
     link: Link,
-    /// Node 0's, which hosts it for the others.
+    /// The launchers' store; `None` on nodes other than 0, which hosts it.
     server: Option<StoreServer>,
 }
 
-/// Reason for the end of a wait before what was waited for came.
+/// Reason why a wait for the other launchers ended early.
 pub(crate) enum Interrupted {
     /// This process was sent a signal.
     Signal(i32),
@@ -74,24 +75,28 @@ impl Nodes {
         self.others.as_ref().map_or(&[], |others| &others.nodes)
     }
 
-    /// Publishes, on node 0, what to start, or that there is nothing to start.
+    /// Publishes node 0's plan of a generation, or that no generation follows. Called by node 0 only.
     pub(crate) fn announce(&self, generation: u32, plan: &Announcement) -> Result<(), Interrupted> {
         let Some(others) = &self.others else { return Ok(()) };
         others.link.enter(generation);
-        // All launchers have concluded the last generation, so none looks at the one before.
+        // All launchers have concluded the previous generation, so none reads entries of the one before it any more.
         if let (Some(server), Some(old)) = (&others.server, generation.checked_sub(2)) {
             server.forget(&format!("{old}/"));
         }
         Ok(put(&*others.link.store(), &format!("{generation}/plan"), plan)?)
     }
 
-    /// Waits, on the other nodes, for what to start.
+    /// Waits for node 0's plan of a generation. Called by all nodes but 0.
     pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Announcement, Interrupted> {
-        let Some(others) = &self.others else { return Err(Interrupted::Error(LaunchError::Nodes("alone".into()))) };
+        let Some(others) = &self.others else {
+            return Err(Interrupted::Error(LaunchError::Nodes(
+                "a job of one machine has no node 0 to wait for".into(),
+            )));
+        };
         others.link.enter(generation);
         let key = format!("{generation}/plan");
         loop {
-            // A link that was cut says so itself; before that an error may pass.
+            // Errors are retried: if node 0 stays unreachable, the link reports it as `Event::Cut`.
             match take(&*others.link.store(), &key, LOOK) {
                 Ok(Some(plan)) => return Ok(plan),
                 Ok(None) => {}
@@ -113,8 +118,9 @@ impl Nodes {
         }
     }
 
-    /// Ends a generation after this machine's ranks have exited: publishes `own`, waits for the outcomes of all
-    /// machines, and returns node 0's verdict, computed there by `decide`, and the signal received meanwhile, if any.
+    /// Ends a generation after this machine's ranks have exited. Publishes `own`, this machine's outcome; node 0 waits
+    /// for the outcomes of all machines and computes the verdict by `decide`, the others wait for its verdict. Returns
+    /// the verdict, and the signal that this process received meanwhile, if any.
     pub(crate) fn conclude(
         &mut self,
         generation: u32,
@@ -134,14 +140,15 @@ impl Nodes {
             let first = first_failed(&*store, generation);
             let verdict = decide(&outcomes, &collect_reports(&*store, generation, reports), first);
             if let Err(error) = put(&*store, &format!("{generation}/verdict"), &verdict) {
-                tracing::warn!(%error, "the other launchers could not be told how the job ended");
+                tracing::warn!(%error, "the outcome of the job could not be published to the other launchers");
             }
             verdict
         } else {
             for report in &reports {
                 if let Err(error) = put(&*store, &report_key(generation, report.rank), &shortened(report)) {
-                    tracing::warn!(%error, rank = report.rank, "node 0 does not get this rank's report");
-                    // Each call to a store that does not answer takes the peer timeout.
+                    tracing::warn!(%error, rank = report.rank, "this rank's report could not be sent to node 0");
+                    // A store that does not answer delays each call by the peer timeout, so the other reports are
+                    // dropped.
                     break;
                 }
             }
@@ -153,12 +160,13 @@ impl Nodes {
         (verdict, wait.signal)
     }
 
-    /// Leaves the meeting: the job is over. Node 0 waits for a moment until the others know.
+    /// Leaves the meeting at the end of the job. Node 0 waits, at most [`FAREWELL`], until the others have read the
+    /// last verdict.
     pub(crate) fn part(self) {
         let Some(others) = self.others else { return };
         let store = others.link.store();
         if others.server.is_none() {
-            // Node 0 does not wait for it long.
+            // An error is ignored: node 0 stops waiting by itself.
             if others.link.cut().is_none() {
                 let _ = store.set(&bye_key(self.node), b"");
             }
@@ -167,28 +175,28 @@ impl Nodes {
         let until = Instant::now() + FAREWELL;
         let lost = others.link.lost();
         for node in (1..others.nodes.len()).filter(|node| !lost.contains_key(node)) {
-            // A launcher that has not read it by then will report that node 0 is gone.
+            // A launcher that has not read the verdict by then will report that node 0 cannot be reached.
             let _ = store.get(&bye_key(node), until.saturating_duration_since(Instant::now()));
         }
     }
 }
 
-/// Wait for the other launchers after the own ranks have ended.
+/// Wait for the other launchers after this machine's ranks have ended.
 struct Wait<'a> {
     others: &'a Others,
     host: &'a str,
     generation: u32,
     /// End of the wait; set once the generation is known to be over.
     until: Option<Instant>,
-    /// Signal that this process was sent meanwhile.
+    /// The last signal to this process during the wait.
     signal: Option<i32>,
-    /// True if it was sent more than one.
+    /// True once this process was sent a second signal, which ends the wait.
     impatient: bool,
     events: &'a Receiver<Event>,
 }
 
 impl Wait<'_> {
-    /// Outcomes of all machines; one that is lost or does not answer has a trouble instead.
+    /// Outcomes of all machines. The outcome of a machine that is lost or does not answer holds only a [`Trouble`].
     fn collect(&mut self, generation: u32, own: NodeOutcome) -> Vec<NodeOutcome> {
         let store = self.others.link.store();
         let mut outcomes = BTreeMap::from([(0, own)]);
@@ -206,7 +214,7 @@ impl Wait<'_> {
                 if self.is_over() {
                     break missing(
                         node,
-                        format!("node {} (host {}) does not tell how its ranks ended", node.node, node.host),
+                        format!("node {} (host {}) did not report how its ranks ended", node.node, node.host),
                     );
                 }
             };
@@ -232,13 +240,13 @@ impl Wait<'_> {
                 return Err(cut);
             }
             if self.is_over() {
-                let message = "node 0's launcher does not tell how the job ended".into();
+                let message = "node 0's launcher did not report how the job ended".into();
                 return Err(Trouble { message, exit_code: 1 });
             }
         }
     }
 
-    /// Handles the events that came meanwhile; true if the wait is over.
+    /// Handles the next event, if there is one; true if the wait is over.
     fn is_over(&mut self) -> bool {
         match look(self.events, LOOK / 10) {
             Some(Event::Signal(libc::SIGWINCH)) => {}
@@ -256,7 +264,8 @@ impl Wait<'_> {
     }
 }
 
-/// Longer than any launcher takes to end its ranks at the default grace time.
+/// Longest wait for the other launchers after the generation has ended on another machine: longer than a launcher takes
+/// to end its ranks at the default grace time.
 const STOPPING: Duration = Duration::from_secs(60);
 
 fn missing(node: &Node, message: String) -> NodeOutcome {
@@ -268,7 +277,7 @@ fn look(events: &Receiver<Event>, wait: Duration) -> Option<Event> {
     events.recv_timeout(wait).ok()
 }
 
-/// Rank whose failure was the first to be published: the launchers' clocks do not agree, but the store has one order.
+/// Rank whose failure was published first. The order in the store decides, since the machines' clocks may differ.
 fn first_failed(store: &dyn Store, generation: u32) -> Option<usize> {
     match take(store, &format!("{generation}/stop"), Duration::ZERO) {
         Ok(Some(Stop::Failed { rank, .. })) => Some(rank),
@@ -287,13 +296,13 @@ fn collect_reports(store: &dyn Store, generation: u32, mut reports: Vec<PostMort
     reports
 }
 
-/// Most bytes of a report that goes to node 0, which gets one of every rank.
+/// Largest size in bytes of a report to node 0, which receives one report per rank.
 const REPORT_CAP: usize = 16 * 1024;
-/// Most ranks whose state a report tells node 0.
+/// Largest number of other ranks' states in a report to node 0.
 const PEERS_CAP: usize = 8;
 
-/// A report as it travels: the whole of it stays in this machine's files. Of the other ranks it tells the states of
-/// those that matter, of the last collectives as many as fit.
+/// The part of a report that is sent to node 0; the whole report stays in this machine's files. It has the states of
+/// the culprit and of the ranks that `report`'s rank waited for, and as many of the last collectives as fit.
 fn shortened(report: &PostMortem) -> PostMortem {
     let mut short = report.clone();
     let awaited: BTreeSet<usize> = report.pending.iter().flat_map(|call| call.waiting_for.iter().copied()).collect();

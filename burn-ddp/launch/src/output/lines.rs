@@ -1,11 +1,11 @@
-//! Bytes in, whole lines out: the pure part of the output relay.
+//! Bytes in, whole lines out: the part of the output relay that reads and writes no files.
 
 use crate::report::stderr_tail::StderrTail;
 
 /// A longer line is split, so that a stream without newlines costs bounded memory and still shows up.
 const LINE_CAP_BYTES: usize = 64 * 1024;
 
-/// One stream of one rank. Complete lines leave at once, the rest waits for its newline.
+/// One stream of one rank. Complete lines are passed on at once; an incomplete line waits for its newline.
 pub(crate) struct Lines {
     prefix: Vec<u8>,
     pending: Vec<u8>,
@@ -33,7 +33,7 @@ impl Lines {
         }
     }
 
-    /// Appends what waits for a newline that will not come.
+    /// Appends the incomplete line, if there is one, as a line of its own.
     pub(crate) fn flush(&mut self, out: &mut Vec<u8>, tail: Option<&mut StderrTail>) {
         if self.pending.is_empty() {
             return;

@@ -8,22 +8,23 @@ use std::path::{Path, PathBuf};
 use crate::error::LaunchError;
 use crate::output::relay::Output;
 
-/// The directory of one job: `{log dir}/{name}`, where `{log dir}/latest` leads to. Logs of earlier jobs stay.
+/// The directory of one job: `{log dir}/{name}`, to which `{log dir}/latest` links. Logs of earlier jobs stay.
 #[derive(Clone, Debug)]
 pub(crate) struct JobDir(PathBuf);
 
 impl JobDir {
     pub(crate) fn create(log_dir: &Path, name: &str) -> Result<Self, LaunchError> {
         let failed = |source| LaunchError::LogDir { path: log_dir.to_owned(), source };
-        // Ranks may run in another directory; what is printed should be found from any.
+        // Absolute: ranks may run in another directory, and printed paths must be valid from every directory.
         let log_dir = std::path::absolute(log_dir).map_err(failed)?;
         let dir = log_dir.join(name);
         fs::create_dir_all(&dir).map_err(failed)?;
-        // Replaced in one step, and by every machine that shares the directory: there is always one.
+        // The link is replaced in one step, since every machine that shares the directory replaces it and readers must
+        // always find one.
         let link = log_dir.join(format!(".latest-{}-{}", name, std::process::id()));
         let linked = symlink(name, &link).and_then(|()| fs::rename(&link, log_dir.join("latest")));
         if let Err(error) = linked {
-            tracing::warn!(%error, dir = %log_dir.display(), "no link `latest`");
+            tracing::warn!(%error, dir = %log_dir.display(), "the link `latest` cannot be made");
             let _ = fs::remove_file(&link);
         }
         Ok(Self(dir))
@@ -41,7 +42,7 @@ impl JobDir {
     }
 }
 
-/// File of one output of one rank.
+/// Path of the log of one output of one rank.
 pub(crate) fn log_path(dir: &Path, rank: usize, output: Output) -> PathBuf {
     let name = if output == Output::Stdout { "stdout" } else { "stderr" };
     dir.join(format!("rank-{rank}.{name}.log"))
@@ -51,7 +52,7 @@ pub(crate) fn create_log(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).open(path)
 }
 
-/// `20261121-181814-1f3a09c2`: sorts by time, tells jobs of one second apart.
+/// `20261121-181814-1f3a09c2`: sorts by time, and differs for jobs that start in the same second.
 pub(crate) fn job_name(unix_seconds: u64, job_id: &str) -> String {
     let (days, rest) = (unix_seconds / 86_400, unix_seconds % 86_400);
     let (year, month, day) = civil_from_days(days as i64);

@@ -1,4 +1,4 @@
-//! Output of the ranks: which of it goes to the console and which to files, and the thread that passes it on.
+//! Output of the ranks: which streams go to the console and which to files, and the thread that passes them on.
 
 pub(crate) mod lines;
 pub(crate) mod log_dir;

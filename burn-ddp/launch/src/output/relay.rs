@@ -1,7 +1,8 @@
 //! Relay of the ranks' output: line by line to this process's stdout and stderr, unchanged to files, by one thread.
 //!
-//! One thread writes, so lines of different ranks never mix. A rank that prints faster than the output takes waits, as
-//! it would when writing there itself; an output whose reader is gone is closed for the ranks too.
+//! One thread writes, so lines of different ranks never mix. A rank that prints faster than this process's output is
+//! read has to wait, as if it wrote to that output itself. If the reader of the output is gone, the ranks' pipes to it
+//! are closed too.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -16,18 +17,18 @@ use crate::output::lines::Lines;
 use crate::report::stderr_tail::StderrTail;
 
 const READ_BYTES: usize = 64 * 1024;
-/// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by
-/// default.
+/// Largest number of bytes that are still read from each pipe at the end: the largest size that a pipe can have by
+/// default, so the whole content of the pipe is passed on.
 const LAST_READ_BYTES: usize = 1024 * 1024;
 
-/// One output of a rank, and the same of this process.
+/// Kind of an output, of a rank or of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
     Stdout,
     Stderr,
 }
 
-/// The reading end of one output of one rank, and where it leads.
+/// The reading end of one output of one rank, and its destinations.
 pub(crate) struct Source {
     pub(crate) local_rank: usize,
     pub(crate) output: Output,
@@ -37,7 +38,8 @@ pub(crate) struct Source {
     pub(crate) log: Option<File>,
 }
 
-/// Dropping it makes the thread pass on what the pipes hold and end, even where a stray process keeps them open.
+/// Handle of the relay's thread. When it is dropped, the thread passes on the content of the pipes and ends, even if a
+/// process that a rank left behind keeps the pipes open.
 pub(crate) struct Relay {
     _wake: io::PipeWriter,
 }
@@ -51,7 +53,7 @@ impl Relay {
         let mut pump = Pump { streams, tails, unread: Vec::new(), lost: None };
         thread::Builder::new().name("burn-ddp-output".into()).spawn(move || {
             pump.run(&wake);
-            // Sending fails when the user chose not to wait for the output.
+            // Sending fails if the main thread no longer waits for the output, after a signal.
             let _ = events.send(Event::Relayed(pump.end()));
         })?;
         Ok(Self { _wake })
@@ -73,7 +75,8 @@ impl Stream {
         Self { local_rank, output, pipe: pipe.into(), lines: Lines::new(prefix.unwrap_or_default()), shown, log }
     }
 
-    /// Writes to the file, if there is one. The first failure is the last attempt: a log with holes misleads.
+    /// Writes to the log file, if there is one; returns the text of a failure. After a failure nothing more is written,
+    /// since a log with holes misleads.
     fn log(&mut self, bytes: &[u8]) -> Option<String> {
         let error = self.log.as_mut()?.write_all(bytes).err()?;
         self.log = None;
@@ -151,8 +154,8 @@ impl Pump {
         count
     }
 
-    /// The ranks then see what they would see had they written there themselves: a broken pipe. What is logged has a
-    /// reader.
+    /// Closes the pipes whose output has no reader any more, so that the ranks get the broken pipe that they would get
+    /// if they wrote to it themselves. Streams that go to a log stay open.
     fn close_unread(&mut self) {
         let unread = &self.unread;
         self.streams.retain(|stream| stream.log.is_some() || !stream.shown || !unread.contains(&stream.output));
@@ -161,7 +164,7 @@ impl Pump {
     fn last_pass(&mut self, buffer: &mut [u8]) {
         for position in (0..self.streams.len()).rev() {
             let mut read = 0;
-            // At its end a stream is removed; what moves into its place was already read.
+            // At its end a stream is removed, and a stream of a higher position, already read, takes its place.
             while read < LAST_READ_BYTES
                 && self.streams.get(position).is_some_and(|stream| is_readable(stream.pipe.as_fd()))
             {
@@ -214,7 +217,8 @@ pub(crate) fn write_to(output: Output, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// `write_all` and `flush`, also on an output that someone made non-blocking (a terminal shared with such a program).
+/// `write_all` and `flush` that also work on a non-blocking output: another program may have made a shared terminal
+/// non-blocking.
 fn write_all(output: &mut (impl Write + AsFd), mut bytes: &[u8]) -> io::Result<()> {
     loop {
         let result = if bytes.is_empty() { output.flush().map(|()| 0) } else { output.write(bytes) };

@@ -1,4 +1,4 @@
-//! Settings of the ranks' output: which of it goes to the console, and which to a file.
+//! Settings of the ranks' output: which streams go to the console, and which to a file.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::error::LaunchError;
 use crate::output::relay::Output;
 
-/// A choice of output streams, for all ranks or per local rank: torchrun's `--redirects` and `--tee`.
+/// A choice of output streams, for all ranks or per local rank, in the format of torchrun's `--redirects` and `--tee`.
 ///
 /// ```
 /// use burn_ddp_launch::Streams;
@@ -76,7 +76,7 @@ impl OutputSettings {
         Ok(())
     }
 
-    /// A local rank that the settings name and that is none of `nproc`.
+    /// A local rank that the settings name although there are only `nproc`.
     pub(crate) fn missing_rank(&self, nproc: usize) -> Option<usize> {
         let streams = self.redirects.iter().chain(&self.tee).flat_map(|streams| &streams.by_local_rank);
         let named = streams.map(|(rank, _)| rank).chain(self.filter.iter().flatten());
@@ -90,7 +90,7 @@ impl OutputSettings {
         shown && (tee || !redirected)
     }
 
-    /// A log directory without further words gets everything.
+    /// True if a stream goes to a file. With a log directory, and neither `redirects` nor `tee`, every stream does.
     pub(crate) fn to_file(&self, local_rank: usize, output: Output) -> bool {
         if self.dir.is_none() {
             return false;

@@ -10,23 +10,24 @@ use burn_ddp_comm::post_mortem::Event;
 
 use crate::handed_over_files::HandedOver;
 
-/// Limits of one read and of all together, so that a program that writes there in a loop does no harm.
+/// Limits of one read and of all reads together, so that a program that writes events in a loop does no harm.
 const READ_CAP_BYTES: u64 = 1024 * 1024;
 const TOTAL_CAP_BYTES: u64 = 64 * 1024 * 1024;
 
 pub(crate) struct EventFile {
     file: File,
     path: PathBuf,
-    /// The same file, if ranks inherit it.
+    /// The same file in memory, which the ranks inherit; `None` if it lies in the log directory.
     own: Option<HandedOver>,
-    /// The beginning of a line whose end has not come.
+    /// The beginning of a line whose end has not been read yet.
     pending: Vec<u8>,
     /// Number of bytes read so far.
     read: u64,
 }
 
 impl EventFile {
-    /// Creates it in `dir`, or else without a name, so that nothing stays behind however this process ends.
+    /// Creates the file in `dir`, or without a name if `dir` is `None`, so that no file is left behind however this
+    /// process ends.
     pub(crate) fn create(dir: Option<&Path>, node: usize) -> io::Result<Self> {
         let (file, path, own) = match dir {
             Some(dir) => {
@@ -46,7 +47,7 @@ impl EventFile {
         &self.path
     }
 
-    /// Descriptor that the ranks inherit.
+    /// Descriptor that the ranks inherit; `None` if they open the file by its path.
     pub(crate) fn fd(&self) -> Option<RawFd> {
         self.own.as_ref().map(HandedOver::fd)
     }
@@ -54,7 +55,7 @@ impl EventFile {
     /// Returns the events that came since the last call.
     pub(crate) fn read(&mut self) -> Vec<Event> {
         if let Err(error) = self.read_bytes() {
-            tracing::warn!(%error, "cannot read what the ranks report");
+            tracing::warn!(%error, "cannot read the events that the ranks report");
         }
         let Some(end) = self.pending.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
         let lines: Vec<u8> = self.pending.drain(..=end).collect();

@@ -1,4 +1,4 @@
-//! The report of a job for a person: its first line is the cause.
+//! The report of a job in Markdown, for a person. Its first line is the cause of the end.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,12 +11,12 @@ use crate::report::outcome_text::{ranks, seconds};
 use crate::report::report_files::{GenerationReport, waiting};
 use crate::report::user_notices::Notices;
 
-/// The last collectives that are shown.
+/// Largest number of collectives that are shown.
 const COLLECTIVES: usize = 20;
-/// Ranks that wait or lines of a table that are shown.
+/// Largest number of rows of the table of ranks, and of notices.
 const ROWS: usize = 200;
 
-/// `None` if nothing failed in any generation.
+/// Text of the report; `None` if nothing failed in any generation.
 pub(crate) fn report(chapters: &[GenerationReport]) -> Option<String> {
     let failed: Vec<_> = chapters.iter().filter(|chapter| cause(chapter).is_some()).collect();
     let last = failed.last()?;
@@ -62,7 +62,7 @@ fn chapter(text: &mut String, chapter: &GenerationReport) {
     let outcome = chapter.record.as_ref().map(|record| &record.outcome);
     let failure = outcome.and_then(|outcome| outcome.failure.as_ref());
     if let Some(cause) = failure.and_then(|failure| failure.cause.as_ref()) {
-        let _ = writeln!(text, "\nWhat the ranks say: {}", one_line(cause));
+        let _ = writeln!(text, "\nCause that the ranks report: {}", one_line(cause));
     }
     waits(text, chapter, outcome);
     if let Some(failure) = failure {
@@ -77,7 +77,7 @@ fn chapter(text: &mut String, chapter: &GenerationReport) {
 fn waits(text: &mut String, chapter: &GenerationReport, outcome: Option<&Outcome>) {
     let lines = waiting(outcome.unwrap_or(&Outcome::default()), &chapter.reports);
     if !lines.is_empty() {
-        text.push_str("\n## What the others were waiting for\n\n");
+        text.push_str("\n## Waits of the other ranks\n\n");
         list(text, &lines);
     }
 }
@@ -90,7 +90,7 @@ fn last_lines(text: &mut String, failure: &Failure) {
     }
     if !failure.last_lines.is_empty() {
         let _ = writeln!(text, "\n## The last lines of rank {rank}'s stderr\n");
-        // Indented: no content can end the block.
+        // An indented code block, which no content of a line can end.
         for line in &failure.last_lines {
             let _ = writeln!(text, "    {line}");
         }
@@ -106,10 +106,10 @@ fn ends(text: &mut String, chapter: &GenerationReport) {
     text.push_str("\n## The ranks\n\n| rank | host | pid | end | after | step |\n|---|---|---|---|---|---|\n");
     let rows = record.nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     for (node, rank) in rows.take(ROWS) {
-        let end = rank.exit.map_or("does not die".to_owned(), |exit| exit.to_string());
+        let end = rank.exit.map_or("did not exit".to_owned(), |exit| exit.to_string());
         let fate = match (rank.killed, rank.stopped) {
-            (true, _) => " (was told to stop, and killed)",
-            (_, true) => " (was told to stop)",
+            (true, _) => " (stopped by the launcher, then killed)",
+            (_, true) => " (stopped by the launcher)",
             _ => "",
         };
         let step = steps.get(&rank.rank).map_or(String::new(), u64::to_string);
@@ -121,9 +121,9 @@ fn ends(text: &mut String, chapter: &GenerationReport) {
     }
 }
 
-/// The last collectives of all ranks, side by side: where they part is where to look.
+/// The last collectives of all ranks in one table: the rows in which ranks differ show where the job went wrong.
 fn collectives(text: &mut String, reports: &[PostMortem]) {
-    /// Group, ranks and number: calls between two ranks have numbers of their own.
+    /// Group, pair of ranks, and number of a call. Calls between two ranks are numbered per pair.
     type Key = (u64, Option<[usize; 2]>, u64);
     let mut calls: BTreeMap<Key, Vec<(usize, &Record)>> = BTreeMap::new();
     for report in reports {
@@ -141,7 +141,7 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     let shown = &by_time[by_time.len().saturating_sub(COLLECTIVES)..];
     text.push_str("\n## The last collectives, the latest last\n\n");
     text.push_str(
-        "Only ranks whose world ended in an error left their calls.\n\n\
+        "Only ranks whose world ended in an error have recorded their calls.\n\n\
          | group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n",
     );
     for ((group, pair, sequence), records) in shown {
@@ -171,14 +171,14 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     }
 }
 
-/// Notices that were shown while it ran.
+/// Notices that were shown while the generation ran.
 fn remarks(text: &mut String, chapter: &GenerationReport) {
     let Some(record) = &chapter.record else { return };
     let mut notices = Notices::default();
     let remarks: Vec<_> =
         chapter.events.iter().filter_map(|event| notices.notice(event.clone(), &record.plan)).take(ROWS).collect();
     if !remarks.is_empty() {
-        text.push_str("\n## What was remarked meanwhile\n\n");
+        text.push_str("\n## Notices while the job ran\n\n");
         list(text, &remarks);
     }
 }
@@ -193,7 +193,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Text that does not end its cell.
+/// Text that stays within a cell of a Markdown table.
 fn cell(text: &str) -> String {
     one_line(text).replace('|', "\\|")
 }

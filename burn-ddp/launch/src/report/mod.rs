@@ -1,4 +1,4 @@
-//! Reports of a job: notices while it runs, and how it ended, for a terminal and as files.
+//! Reports of a job: notices while it runs, and its outcome, for a terminal and as files.
 
 pub(crate) mod event_file;
 mod markdown;

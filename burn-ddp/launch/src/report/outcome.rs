@@ -12,30 +12,30 @@ use crate::rank_exit::RankExit;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// 0 if every rank succeeded; else that of [`failure`](Self::failure), or 128 + the signal that stopped the job.
+    /// 0 if every rank succeeded; else the exit code of [`failure`](Self::failure), of [`trouble`](Self::trouble), or
+    /// 128 + the signal that stopped the job.
     pub exit_code: i32,
-    /// The rank that failed first, by itself and not because the job was being stopped.
+    /// The rank that caused the end of the job: the first that failed by itself, not because the job was being stopped.
     ///
-    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say
-    /// about the cause decides then.
+    /// A rank that reacts to a peer's failure may exit a moment before that peer does. Therefore a rank that was killed
+    /// by a signal such as SIGKILL, or that the ranks report as the cause, takes precedence over the first to exit.
     pub failure: Option<Failure>,
-    /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended by the
-    /// clocks of their machines, which start with the ranks there.
+    /// The other ranks that failed by themselves, usually because they noticed the first failure. Ordered by the time
+    /// from the start of their machine's ranks to their exit.
     pub also_failed: Vec<(usize, RankExit)>,
-    /// Reason for the end of the job where no rank was the cause: a machine that is lost, or could not start the
-    /// program.
+    /// Reason for the end of the job other than a rank's exit: a machine that is lost, or could not start the program.
     pub trouble: Option<String>,
-    /// The signal to a launcher of the job that stopped it.
+    /// The signal that stopped the job; one of its launchers received it.
     pub interrupted_by: Option<i32>,
     /// The ranks that still ran when the job was stopped, and so were sent a signal to end.
     pub stopped: Vec<usize>,
-    /// The ranks among them that had to be killed, since they did not end within the grace time.
+    /// The ranks that were killed because they did not end within the grace time.
     pub killed: Vec<usize>,
-    /// The ranks, with their pids, that did not even die when killed (a process stuck in the kernel).
+    /// The ranks, with their pids, that did not exit even after SIGKILL (a process stuck in the kernel).
     pub left_over: Vec<(usize, u32)>,
-    /// Reason why some of the ranks' output is missing, if it is.
+    /// Reason why some of the ranks' output is missing; `None` if none is missing.
     pub output_lost: Option<String>,
-    /// Waits of the surviving ranks, a line each: those of at least a second, without the one that the cause names.
+    /// Waits of the surviving ranks, a line each: waits of at least a second, except the one that the cause names.
     pub waiting: Vec<String>,
     /// The number of ranks.
     pub nproc: usize,
@@ -43,7 +43,7 @@ pub struct Outcome {
     pub nnodes: usize,
     /// Number of restarts before this generation.
     pub restarts: u32,
-    /// The readable report, if there is a log directory.
+    /// Path of the report in Markdown, if there is a log directory.
     pub report: Option<PathBuf>,
     /// The time from the start of the first rank to the end of the last, in the last generation.
     pub elapsed: Duration,
@@ -64,21 +64,21 @@ pub struct Failure {
     pub exit: RankExit,
     /// Time from the start of the job to the exit.
     pub after: Duration,
-    /// Last panics that it wrote to stderr, each as `src/main.rs:5:9: message`.
+    /// The last panics that the rank wrote to stderr, each as `src/main.rs:5:9: message`.
     pub panics: Vec<String>,
     /// Cause that the ranks report, if it says more than the exit and the panics.
     pub cause: Option<String>,
-    /// The last lines that it wrote to stderr, at most ten, where its output was relayed.
+    /// The last lines that the rank wrote to stderr, at most ten; empty if its output was not relayed.
     pub last_lines: Vec<String>,
-    /// File with all of its stderr, on its machine.
+    /// File with the rank's whole stderr, on its machine; `None` without a log directory.
     pub log: Option<PathBuf>,
-    /// Number of other ranks that were still running when it failed.
+    /// Number of other ranks that were still running when this rank failed.
     pub running: usize,
 }
 
 impl Outcome {
-    /// Puts together the observations of all machines' launchers. `first` is the rank whose failure the launchers knew
-    /// of first, if there are several: times of different machines cannot be compared.
+    /// Merges the observations of all machines' launchers. With several machines, `first` is the rank whose failure was
+    /// published first, since times of different machines cannot be compared.
     pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32, first: Option<usize>) -> Self {
         let mut ranks: Vec<(&NodeOutcome, &RankOutcome)> =
             nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
@@ -89,7 +89,7 @@ impl Outcome {
 
         let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| rank.failed).copied().collect();
         failed.sort_by_key(|(_, rank)| (Some(rank.rank) != first, rank.after));
-        // That machine's ranks noticed first, too.
+        // The ranks of the machine on which the first failure was seen also noticed its cause first.
         let begun_on = failed.first().map(|(node, _)| node.node);
         let blames = nodes.iter().flat_map(|node| node.blames.iter().map(move |blame| (node.node, blame)));
         let blame = blames.min_by_key(|(node, blame)| (Some(*node) != begun_on, blame.at)).map(|(_, blame)| blame);
@@ -114,7 +114,7 @@ impl Outcome {
         });
         let trouble = nodes.iter().find_map(|node| node.trouble.as_ref());
         let interrupted_by = nodes.iter().find_map(|node| node.interrupted_by);
-        // The culprit may have ended with 0, only too early; a job that failed does not.
+        // The culprit may have exited with 0, but too early; the exit code of a failed job is not 0.
         let of_ranks = failure.as_ref().map(|failure| failure.exit.exit_code()).filter(|code| *code != 0);
         let of_first = failed.iter().find_map(|(_, rank)| rank.exit).map(RankExit::exit_code);
         let exit_code = match (of_ranks.or(of_first), trouble, interrupted_by) {
@@ -144,7 +144,7 @@ impl Outcome {
     }
 }
 
-/// True if the ranks' blame says more than what was seen of the culprit: its signal or exit code, its panic, its last
+/// True if the cause that the ranks report says more than the culprit's signal or exit code, its panic and its last
 /// lines.
 fn says_more(blame: &Blame, culprit: &RankOutcome) -> bool {
     let failed_with = |exit: &RankExit| *exit != RankExit::Code(0) && blame.cause.ends_with(&exit.to_string());
@@ -155,10 +155,12 @@ fn says_more(blame: &Blame, culprit: &RankOutcome) -> bool {
     !repeats && (!seen || blame.culprit != Some(culprit.rank))
 }
 
-/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device
-/// takes a killed process so long that its peers may notice, and exit with an error about it, before its own end is
-/// seen. Otherwise the ranks know best: survivors may be gone before the rank that brought them down, which may even
-/// have exited with 0.
+/// The rank that caused the end of the job; the first of these that exists:
+///
+/// 1. a rank that died suddenly: a killed process needs time to free its memory or device, so its peers may notice and
+///    exit with an error before its own exit is seen;
+/// 2. the rank that the ranks report as the cause: survivors may exit before it, and it may even have exited with 0;
+/// 3. the first rank that failed.
 fn root_cause<'a>(
     ranks: &[(&'a NodeOutcome, &'a RankOutcome)],
     failed: &[(&'a NodeOutcome, &'a RankOutcome)],

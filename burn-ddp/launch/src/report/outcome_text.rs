@@ -14,7 +14,7 @@ impl fmt::Display for Outcome {
             lines.extend(failure.panics.iter().map(|panic| format!("it panicked at {panic}")));
             lines.extend(failure.exit.hint().filter(|_| failure.panics.is_empty()));
             lines.extend(failure.own_words());
-            lines.extend(failure.cause.iter().map(|cause| format!("what the ranks say: {cause}")));
+            lines.extend(failure.cause.iter().map(|cause| format!("cause that the ranks report: {cause}")));
             lines.extend(self.followers());
         }
         if let Some(trouble) = &self.trouble {
@@ -29,12 +29,12 @@ impl fmt::Display for Outcome {
         }
         lines.extend(self.waiting.iter().cloned());
         if !self.killed.is_empty() {
-            lines.push(format!("{} did not end when told to and had to be killed", ranks(&self.killed)));
+            lines.push(format!("{} did not end after the signal and had to be killed", ranks(&self.killed)));
         }
         for (rank, pid) in &self.left_over {
             lines.push(format!(
-                "rank {rank} (pid {pid}) does not die even of SIGKILL: it is stuck in the kernel, or its control group \
-                 is frozen"
+                "rank {rank} (pid {pid}) did not exit even after SIGKILL: it is stuck in the kernel, or its control \
+                 group is frozen"
             ));
         }
         lines.extend(self.output_lost.clone());
@@ -51,7 +51,7 @@ impl fmt::Display for Outcome {
 }
 
 impl Outcome {
-    /// Names the first few.
+    /// Line with the other ranks that failed; it names the first few.
     fn followers(&self) -> Option<String> {
         const SHOWN: usize = 8;
         let (shown, more) = self.also_failed.split_at(self.also_failed.len().min(SHOWN));
@@ -175,7 +175,7 @@ mod tests {
             outcome.to_string(),
             "rank 1 (host node7, pid 123) exited with code 1 after 4.2 s; the other rank ended after it\n\
              the last lines that rank 1 wrote to stderr:\n  epoch 3\n  Error: no file /data/x\n\
-             what the ranks say: rank 1 (host node7, pid 123) left while it was needed\n\
+             cause that the ranks report: rank 1 (host node7, pid 123) left while it was needed\n\
              after it rank 0 exited with code 1"
         );
         let failure = outcome.failure.as_mut().unwrap();
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(
             outcome.to_string(),
             "stopped by SIGTERM after 60.0 s, with 2 of 2 ranks running\n\
-             rank 1 did not end when told to and had to be killed"
+             rank 1 did not end after the signal and had to be killed"
         );
     }
 }

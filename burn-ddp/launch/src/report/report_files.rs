@@ -1,4 +1,4 @@
-//! Files of a job in its log directory, written and read again: `burnrun report` needs nothing else.
+//! Files of a job in its log directory. Launchers write them; `burnrun report` rebuilds the report from them alone.
 
 use std::fs;
 use std::io;
@@ -26,24 +26,24 @@ pub(crate) struct GenerationRecord {
     pub(crate) outcome: Outcome,
 }
 
-/// All files of a generation, read.
+/// Content of all files of a generation.
 #[derive(Debug)]
 pub(crate) struct GenerationReport {
     pub(crate) generation: u32,
     pub(crate) dir: PathBuf,
-    /// Missing if node 0's launcher was killed.
+    /// `None` if node 0's launcher was killed before it wrote the record.
     pub(crate) record: Option<GenerationRecord>,
     pub(crate) reports: Vec<PostMortem>,
     pub(crate) events: Vec<Event>,
 }
 
-/// The reports of the ranks that ended on this machine.
+/// The reports that this machine's ranks wrote when their world ended.
 pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
     own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
 }
 
-/// Waits that the first lines of the report do not show: of those that were over within a second, the error of each
-/// rank says enough.
+/// Waits of at least a second, without the one that the cause names. Shorter waits are left out: each rank's own error
+/// explains them.
 pub(crate) fn long_waits(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
     let cause = outcome.failure.as_ref().and_then(|failure| failure.cause.as_deref()).unwrap_or_default();
     let is_news = |report: &&PostMortem| {
@@ -73,8 +73,7 @@ fn waited_for(report: &PostMortem) -> Option<String> {
     Some(format!("rank {} had waited {waited}{whom} in {}", report.rank, pending.call))
 }
 
-/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no
-/// reason to fail.
+/// Writes the files of a generation, and the report if something failed. Errors are logged and do not fail the job.
 pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
     let written = (|| {
         let dir = job_dir.generation(record.generation)?;
@@ -90,13 +89,13 @@ pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[Post
     })
 }
 
-/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as
-/// `report.md`; returns its place and text.
+/// Builds the report of a job from the files in `dir`: the directory of the job, or a log directory, whose latest job
+/// is taken. Writes the report into the job's directory as `report.md`; returns its path and text.
 ///
 /// # Errors
 ///
-/// [`LaunchError::NoReport`] if there is nothing of a job, or no rank of it has failed; [`LaunchError::LogDir`] if the
-/// report cannot be written.
+/// [`LaunchError::NoReport`] if `dir` holds no job, or no rank of the job has failed; [`LaunchError::LogDir`] if the
+/// files cannot be read or the report cannot be written.
 ///
 /// # Example
 ///
@@ -113,13 +112,13 @@ pub fn rebuild_report(dir: &Path) -> Result<(PathBuf, String), LaunchError> {
     let failed = |path: &Path, source| LaunchError::LogDir { path: path.to_owned(), source };
     if !dir.is_dir() {
         let reason = if dir.exists() { "not a directory" } else { "no such directory" };
-        let reason = format!("{reason}; give what was given as --log-dir, or the directory of one job in it");
+        let reason = format!("{reason}; give the --log-dir of the job, or the directory of one job in it");
         return Err(LaunchError::NoReport { path: dir.to_owned(), reason });
     }
     let of_job = [dir.to_owned(), dir.join("latest")].into_iter().find(|dir| dir.join("generation-0").is_dir());
     let Some(job_dir) = of_job else {
-        let message = "no job has left its files here (a job's directory holds `generation-0`): give what was given as \
-                       --log-dir, or the directory of one job in it";
+        let message = "no job has left its files here (a job's directory holds `generation-0`): give the --log-dir of \
+                       the job, or the directory of one job in it";
         return Err(LaunchError::NoReport { path: dir.to_owned(), reason: message.into() });
     };
     let job_dir = job_dir.canonicalize().map_err(|source| failed(&job_dir, source))?;
@@ -132,7 +131,7 @@ pub fn rebuild_report(dir: &Path) -> Result<(PathBuf, String), LaunchError> {
     }
 }
 
-/// `None` if there is no failure to report.
+/// Builds and writes the report; `None` if there is no failure to report.
 fn write_report(job_dir: &Path) -> io::Result<Option<PathBuf>> {
     let mut chapters = Vec::new();
     for generation in 0.. {
@@ -154,7 +153,7 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if name.starts_with("rank-") && name.ends_with(".json") {
-            // Unfinished files, and those of other programs, are left out.
+            // Unfinished files, and files of other programs, are left out.
             reports.extend(PostMortem::read(&path).ok());
         } else if name.starts_with("events-") {
             events.extend(String::from_utf8_lossy(&fs::read(&path)?).lines().filter_map(Event::parse));
@@ -165,7 +164,7 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
     Ok(GenerationReport { generation, dir, record, reports, events })
 }
 
-/// The report of a generation whose record is `bytes`.
+/// Builds the report of a generation whose record is `bytes`.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     let record = crate::fuzzing::parse::<GenerationRecord>(bytes);
@@ -175,7 +174,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     }
 }
 
-/// Readers see all of it or nothing.
+/// Writes a file in one step: readers see the whole file or none.
 fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
     let written = fs::write(&unfinished, bytes).and_then(|()| fs::rename(&unfinished, path));

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 
 const LINES: usize = 10;
 const LINE_CAP_BYTES: usize = 500;
-/// A panic often causes others (a worker's death closes a channel); the first of the last few is the one to look at.
+/// Number of panics that are stored. One panic often causes others (a worker's death closes a channel), so the last one
+/// alone may not show the cause.
 const PANICS: usize = 3;
 const PANIC_LINES: usize = 6;
 
-/// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message
-/// above them.
+/// The last lines of a stream, without blank lines and frames of backtraces, which would push out the message above
+/// them.
 #[derive(Default)]
 pub(crate) struct StderrTail {
     lines: VecDeque<String>,

@@ -22,19 +22,19 @@ impl NoticeSink {
     }
 }
 
-/// Number of blames that are stored; the first decides.
+/// Largest number of reported causes that are stored; the first one decides.
 const BLAMES: usize = 16;
 
 #[derive(Default)]
 pub(crate) struct Notices {
     pub(crate) blames: Vec<Blame>,
     suspects: BTreeSet<usize>,
-    /// Ranks that are waited for, and the length of the wait in ms at its last notice.
+    /// By the ranks that are waited for: length of the wait in ms at its last notice.
     stalls: BTreeMap<Vec<usize>, u64>,
 }
 
 impl Notices {
-    /// Notice for an event, if it is news.
+    /// Notice for an event; `None` if the user already had it from another rank.
     pub(crate) fn notice(&mut self, event: Event, plan: &GenerationPlan) -> Option<String> {
         match event {
             Event::Failed { rank, culprit, cause, at } => {
@@ -46,7 +46,7 @@ impl Notices {
             Event::Suspect { rank, peer, silent_ms, .. } => {
                 let silent = seconds(Duration::from_millis(silent_ms));
                 let host = plan.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
-                let text = || format!("rank {peer} (host {host}) is silent for {silent}, says rank {rank}");
+                let text = || format!("rank {peer} (host {host}) is silent for {silent}, as rank {rank} reports");
                 self.suspects.insert(peer).then(text)
             }
             Event::Recovered { peer, .. } => self.suspects.remove(&peer).then(|| format!("rank {peer} is heard again")),
@@ -77,7 +77,7 @@ mod tests {
         let mut notices = Notices::default();
         let mut say = |event| notices.notice(event, &plan());
         let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
-        assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
+        assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, as rank 0 reports");
         assert_eq!(say(suspect(1)), None);
         assert_eq!(say(Event::Recovered { rank: 1, peer: 2, at: 0 }).unwrap(), "rank 2 is heard again");
         assert_eq!(say(Event::Recovered { rank: 0, peer: 2, at: 0 }), None);

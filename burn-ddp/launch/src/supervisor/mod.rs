@@ -1,18 +1,18 @@
-//! Supervisor of the ranks of one machine during one generation: which rank failed first, when the others are told to
-//! end, and when they are killed.
+//! Supervisor of the ranks of one machine during one generation. It decides which rank failed first, when the others
+//! are sent a signal to end, and when they are killed.
 //!
 //! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time
 //! with each event, and carries out the [`Action`]s that come back
 //! ([`Processes`](crate::rank_processes::Processes) does).
 //!
 //! ```text
-//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had time──▶ Stopping ──grace over──▶ Killing
-//!    └────────a signal to this process, or to another launcher of the job────────▶┘ ──second Ctrl-C────────▶┘
+//! Running ──a rank fails, here or elsewhere──▶ Settling ──settle time over──▶ Stopping ──grace time over──▶ Killing
+//!    └────────a signal to this process, or to another launcher of the job──────▶┘ ─────second Ctrl-C──────────▶┘
 //! each of them ──all ranks have exited──▶ Draining ──▶ Terminating ──▶ Flushing ──▶ Over
-//!                                         leftover processes may print, are told to end, are killed
+//! processes that the ranks left behind:   may print    get SIGTERM     are killed
 //! ```
 //!
-//! Ctrl-Z suspends the machine in any of the first four phases ([`Suspension`]).
+//! Ctrl-Z suspends the state machine in any of the first four phases ([`Suspension`]).
 
 mod suspension;
 #[cfg(test)]
@@ -28,30 +28,31 @@ use crate::node_outcome::{NodeOutcome, RankOutcome};
 use crate::rank_exit::{RankExit, signal_name};
 use suspension::Suspension;
 
-/// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second,
-/// and report what they saw.
+/// Longest time after a failure that the other ranks have to end by themselves. They usually notice the failure within
+/// a second, and then report what they observed of it.
 const SETTLE: Duration = Duration::from_secs(3);
 /// Longest wait for a killed process, which may take seconds to give back a device or much memory.
 const KILL_PATIENCE: Duration = Duration::from_secs(30);
-/// Time that processes which outlive their rank have to finish their output, first undisturbed, then after SIGTERM.
+/// Time that processes which outlive their rank have to finish their output; and again the same time after SIGTERM.
 const LEFTOVERS: Duration = Duration::from_secs(1);
 
 /// Interval in which the ranks' reports are read.
 const TURN: Duration = Duration::from_millis(200);
-/// The same while a deadline runs. A wake-up that is later than this shows that this machine stood still meanwhile.
+/// The same interval while a deadline runs. A wake-up that is later than this shows that this process did not run in
+/// the meantime, so deadlines are put off.
 const SHORT_TURN: Duration = Duration::from_millis(20);
 
-/// Something for the caller to carry out. Ranks are local ranks unless said otherwise.
+/// Action for the caller to carry out. Ranks are local ranks, except in [`AnnounceExit`](Self::AnnounceExit).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Send a signal to the process group of a rank.
     Signal { rank: usize, signal: i32 },
-    /// Send a signal to every process that ranks started, in whatever group, session or family it is; after SIGKILL,
-    /// wait a few seconds until they are gone.
+    /// Send a signal to every process that ranks started, whatever its group, session or parent; after SIGKILL, wait a
+    /// few seconds until they are gone.
     SignalLeftovers(i32),
     /// Show a line to the user.
     Notice(String),
-    /// Tell the ranks that have yet to join, and the other launchers, that a rank (of the job) has exited.
+    /// Tell the ranks that have yet to join, and the other launchers, that rank `rank` of the job has exited.
     AnnounceExit { rank: usize, pid: u32, exit: RankExit },
     /// Tell the other launchers that a signal ended the job.
     AnnounceInterrupt(i32),
@@ -61,7 +62,7 @@ pub(crate) enum Action {
     StopLauncher,
     /// Tell the other launchers that this one goes on.
     AnnounceResume,
-    /// Pass on what the pipes still hold, and close them.
+    /// Pass on the output that the pipes still hold, and close them.
     CloseOutput,
 }
 
@@ -74,10 +75,10 @@ pub(crate) struct Settings {
     pub(crate) grace: Duration,
     /// Rank of this machine's local rank 0 among all ranks of the job.
     pub(crate) first_rank: usize,
-    /// True if local rank 0 keeps the terminal: it hears when its size changes.
+    /// True if local rank 0 keeps the terminal, so that SIGWINCH (its size has changed) is passed on to that rank.
     pub(crate) first_rank_has_terminal: bool,
-    /// True if the user hears from this launcher what a Ctrl-C waits for: of several launchers that get it from one
-    /// burnrun, the first says it.
+    /// True if this launcher shows after Ctrl-C how long it waits for the ranks. Of several launchers that one burnrun
+    /// has started, only the first does.
     pub(crate) shows_grace: bool,
 }
 
@@ -87,17 +88,17 @@ enum Phase {
     Running,
     /// A rank has failed; the others may end by themselves.
     Settling { until: Instant },
-    /// The ranks were told to end.
+    /// The ranks were sent a signal to end.
     Stopping { until: Instant },
-    /// The ranks were killed.
+    /// The ranks were sent SIGKILL.
     Killing { until: Instant },
     /// The ranks have exited; processes that they left behind may finish their output.
     Draining { until: Instant },
-    /// These processes were told to end.
+    /// The processes left behind were sent SIGTERM.
     Terminating { until: Instant },
-    /// These processes were killed; the rest of the output is passed on.
+    /// The processes left behind were killed; the rest of the output is passed on.
     Flushing,
-    /// Nothing is left.
+    /// The generation is over on this machine.
     Over,
 }
 
@@ -113,17 +114,17 @@ impl Phase {
         }
     }
 
-    /// True while the phases are about ranks and not about what they left behind.
+    /// True in the phases in which ranks may still run.
     fn has_ranks(self) -> bool {
         matches!(self, Self::Running | Self::Settling { .. } | Self::Stopping { .. } | Self::Killing { .. })
     }
 
-    /// True before ranks are told to end.
+    /// True in the phases before ranks are sent a signal to end.
     fn lets_run(self) -> bool {
         matches!(self, Self::Running | Self::Settling { .. })
     }
 
-    /// Moves the ranks' deadline by a time in which this process did not run.
+    /// Moves the deadline of a phase with ranks by a time in which this process did not run.
     fn put_off(&mut self, by: Duration) {
         if let Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } = self {
             *until += by;
@@ -135,7 +136,7 @@ struct Rank {
     pid: u32,
     log: Option<PathBuf>,
     exited: Option<(RankExit, Instant)>,
-    /// Stopped by a signal such as SIGSTOP, from this launcher or anyone else.
+    /// True while the process is stopped by a signal such as SIGSTOP, from this launcher or from elsewhere.
     suspended: bool,
 }
 
@@ -153,12 +154,12 @@ pub(crate) struct Supervisor {
     /// Time for which the caller was asked to wake up.
     wake: Option<Instant>,
     ranks: Vec<Rank>,
-    /// Ranks that failed before any rank was told to end, in the order in which their exits were seen.
+    /// Ranks that failed before the ranks were sent a signal to end, in the order in which their exits were seen.
     failed: Vec<usize>,
     stopped: Vec<usize>,
     killed: Vec<usize>,
     interrupted_by: Option<i32>,
-    /// True if this process was sent a signal to end, before or after something else ended the job.
+    /// True if this process was sent a signal to end, even if the job was already being stopped for another reason.
     signalled: bool,
     trouble: Option<Trouble>,
     /// True if a relay passes on the ranks' output.
@@ -196,7 +197,7 @@ impl Supervisor {
         self.ranks.push(Rank { pid, log, exited: None, suspended: false });
     }
 
-    /// A relay passes on the ranks' output: [`Event::Relayed`] will come.
+    /// Notes that a relay passes on the ranks' output, so that [`Event::Relayed`] will come.
     pub(crate) fn relay_started(&mut self) {
         self.relays_output = true;
     }
@@ -211,7 +212,8 @@ impl Supervisor {
         self.ranks[rank].exited.is_some()
     }
 
-    /// Time at which [`step`](Self::step) must be called if no event comes before; `None` if only an event helps.
+    /// Time at which [`step`](Self::step) must be called if no event comes before; `None` if only an event can change
+    /// the state.
     pub(crate) fn wake_at(&mut self, now: Instant) -> Option<Instant> {
         let wake = match (&self.suspension, self.phase) {
             (Some(suspension), _) => suspension.deadline(),
@@ -223,7 +225,7 @@ impl Supervisor {
         wake
     }
 
-    /// Takes in an event, or, with `None`, that the time to wake up has come.
+    /// Processes an event, or, with `None`, the passing of the time that [`wake_at`](Self::wake_at) has returned.
     pub(crate) fn step(&mut self, now: Instant, event: Option<Event>) -> Vec<Action> {
         let late = self.wake.take().map_or(Duration::ZERO, |wake| now.saturating_duration_since(wake));
         if late > SHORT_TURN && self.suspension.is_none() {
@@ -239,20 +241,19 @@ impl Supervisor {
         mem::take(&mut self.actions)
     }
 
-    /// Gives the job up, since not all ranks could be started: kills those that were.
+    /// Gives up the job because a rank could not be started: kills the ranks that were started.
     pub(crate) fn abort(&mut self, now: Instant) -> Vec<Action> {
         self.kill(now);
         self.check_exits(now);
         mem::take(&mut self.actions)
     }
 
-    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and what the ranks
-    /// reported.
+    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and the ranks' blames.
     pub(crate) fn into_outcome(mut self) -> NodeOutcome {
         let mut relayed = self.relayed.take().unwrap_or_default();
         let outcomes = self.ranks.iter().enumerate().map(|(local, rank)| {
             let failed = self.failed.contains(&local);
-            // The last lines of ranks that did not fail are in their logs; they need not travel.
+            // The last lines of ranks that did not fail are not needed in the report; their logs have them.
             let stderr = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
             RankOutcome {
                 rank: self.settings.first_rank + local,
@@ -363,7 +364,7 @@ impl Supervisor {
         match self.phase {
             Phase::Settling { .. } => self.stop(now, libc::SIGTERM),
             Phase::Stopping { .. } => self.kill(now),
-            // Processes that hang in the kernel: given up.
+            // Ranks that survive SIGKILL hang in the kernel: they are given up.
             Phase::Killing { .. } => self.drain(now),
             Phase::Draining { .. } => {
                 self.act(Action::SignalLeftovers(libc::SIGTERM));
@@ -374,14 +375,14 @@ impl Supervisor {
         }
     }
 
-    /// Gives the other ranks time to end by themselves, and to report what they saw.
+    /// Gives the other ranks time to end by themselves, and to report what they observed.
     fn settle(&mut self, now: Instant) {
         if self.phase == Phase::Running {
             self.phase = Phase::Settling { until: now + self.settings.grace.min(SETTLE) };
         }
     }
 
-    /// Tells all ranks to end. A suspended rank is continued, so that it hears of it.
+    /// Sends all ranks the signal to end. A suspended rank is continued, so that it handles the signal.
     fn stop(&mut self, now: Instant, signal: i32) {
         self.signal_all(signal);
         self.stopped = self.running();
@@ -402,7 +403,7 @@ impl Supervisor {
         }
     }
 
-    /// The ranks are gone. Processes that they left behind may finish their output.
+    /// Ends the phases with ranks. Processes that the ranks left behind may finish their output.
     fn drain(&mut self, now: Instant) {
         self.elapsed = now.saturating_duration_since(self.started);
         if self.relays_output && self.relayed.is_none() {
@@ -415,14 +416,14 @@ impl Supervisor {
     fn on_event_after_exits(&mut self, event: Event) {
         match event {
             Event::Relayed(relayed) => self.on_output_complete(relayed),
-            // An impatient user does not wait for output.
+            // A user who sends a signal now does not want to wait for the output.
             Event::Signal(signal) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
                 let lost = Some("the rest of the output was dropped at a signal".into());
                 self.on_output_complete(Relayed { tails: Vec::new(), lost });
             }
-            // Of a rank that was given up as unkillable.
+            // The late exit of a rank that was given up because it survived SIGKILL.
             Event::Exited { rank, exit, at } => self.ranks[rank].exited = Some((exit, at)),
-            // News of other launchers is asked for again when the outcome is agreed upon.
+            // The end on other machines is read again from the store when the outcome is agreed upon.
             Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. } => {}
             Event::Ordered { .. } | Event::Cut(_) => {}
         }
@@ -436,8 +437,8 @@ impl Supervisor {
         }
     }
 
-    /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that
-    /// paused our output can delay it.
+    /// Kills the processes that the ranks left behind. Passing on the rest of the output has no deadline: its size is
+    /// bounded, and only a paused reader of this process's output can delay it.
     fn flush(&mut self) {
         self.act(Action::SignalLeftovers(libc::SIGKILL));
         if self.relays_output {
@@ -450,7 +451,8 @@ impl Supervisor {
         (0..self.ranks.len()).filter(|&rank| self.ranks[rank].exited.is_none()).collect()
     }
 
-    /// Also to groups whose rank has exited: processes that it started may still run.
+    /// Sends a signal to the groups of all ranks, also of those that have exited: processes that they started may still
+    /// run.
     fn signal_all(&mut self, signal: i32) {
         (0..self.ranks.len()).for_each(|rank| self.signal(rank, signal));
     }

@@ -1,4 +1,4 @@
-//! Ctrl-Z: the ranks, which the terminal does not reach, are stopped first, then this process, until `fg` or `bg`.
+//! Ctrl-Z: stops the ranks, which are not in the terminal's process group, and then this process, until `fg` or `bg`.
 
 use std::mem;
 use std::time::{Duration, Instant};
@@ -6,18 +6,19 @@ use std::time::{Duration, Instant};
 use super::{Action, Supervisor};
 use crate::event::Event;
 
-/// Longest wait for ranks to stop, and to go on: a process that hangs in the kernel does neither.
+/// Longest wait for ranks to stop, and for them to go on. A limit is needed as a process that hangs in the kernel does
+/// neither.
 const SUSPENDING: Duration = Duration::from_secs(1);
 
-/// Steps of a suspension, in their order. `ranks` are those that were running and go on afterwards.
+/// Steps of a suspension, in their order. `ranks` are the ranks that ran before it, and are continued after it.
 pub(super) enum Suspension {
     /// The pause is being announced to the other launchers.
     Announcing,
-    /// The ranks were sent SIGSTOP; `waiting` have not stopped yet.
+    /// The ranks were sent SIGSTOP; the ranks in `waiting` have not stopped yet.
     StoppingRanks { ranks: Vec<usize>, waiting: Vec<usize>, until: Instant },
     /// This process is stopped.
     Stopped { ranks: Vec<usize>, since: Instant },
-    /// The ranks were sent SIGCONT; `waiting` do not run yet.
+    /// The ranks were sent SIGCONT; the ranks in `waiting` do not run yet.
     ContinuingRanks { waiting: Vec<usize>, until: Instant },
 }
 
@@ -36,7 +37,7 @@ impl Supervisor {
         self.act(Action::AnnouncePause);
     }
 
-    /// [`Action::AnnouncePause`] is done.
+    /// Continues the suspension after the caller has carried out [`Action::AnnouncePause`].
     pub(crate) fn pause_announced(&mut self, now: Instant) -> Vec<Action> {
         let ranks: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
         ranks.iter().for_each(|&rank| self.signal(rank, libc::SIGSTOP));
@@ -46,7 +47,7 @@ impl Supervisor {
         mem::take(&mut self.actions)
     }
 
-    /// [`Action::StopLauncher`] is done: this process runs again. The time in between does not count.
+    /// Continues after [`Action::StopLauncher`]: this process runs again. Deadlines move by the time it was stopped.
     pub(crate) fn launcher_continued(&mut self, now: Instant) -> Vec<Action> {
         if let Some(Suspension::Stopped { ranks, since }) = self.suspension.take() {
             self.phase.put_off(now.saturating_duration_since(since));
@@ -57,7 +58,7 @@ impl Supervisor {
         mem::take(&mut self.actions)
     }
 
-    /// Ranks that stop and go on now are no news to the user; all else waits until the suspension is over.
+    /// Follows the ranks as they stop and go on, without notices; all other events wait until the suspension is over.
     pub(super) fn on_event_while_suspended(&mut self, now: Instant, event: Event) {
         let mut gone = None;
         match event {
@@ -83,7 +84,7 @@ impl Supervisor {
         self.advance_suspension(now);
     }
 
-    /// Takes the next step once all ranks have done theirs, or have had their time.
+    /// Takes the next step once all ranks have stopped or gone on, or the time for it is over.
     pub(super) fn advance_suspension(&mut self, now: Instant) {
         match self.suspension.take() {
             Some(Suspension::StoppingRanks { ranks, waiting, until }) if waiting.is_empty() || now >= until => {
@@ -99,7 +100,7 @@ impl Supervisor {
     }
 
     fn take_in_deferred(&mut self, now: Instant) {
-        // Another Ctrl-Z among them defers the rest once more.
+        // If one of them is another Ctrl-Z, the rest stays deferred.
         while self.suspension.is_none()
             && let Some(event) = self.deferred.pop_front()
         {

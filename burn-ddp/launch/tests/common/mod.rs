@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// No wait of a test takes longer.
+/// Longest wait of a test.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Variables of glibc's allocator that ranks get.
 pub const ALLOCATOR: [&str; 3] = ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX"];
 
-/// `burnrun`, with an environment of its own choosing.
+/// `burnrun`, without variables of this process that would change the test.
 pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burnrun"));
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURNRUN_") || name.starts_with("BURN_DDP_"))
@@ -46,7 +46,7 @@ pub struct Job {
     pub started: Instant,
 }
 
-/// What a finished `burnrun` left.
+/// Exit and output of a finished `burnrun`.
 #[derive(Debug)]
 pub struct Finished {
     pub status: ExitStatus,
@@ -113,7 +113,7 @@ pub fn run(command: &mut Command) -> Finished {
     Job::start(command).finish()
 }
 
-/// Waits until the process is gone (or a zombie that some init has yet to collect).
+/// Waits until the process has ended (it may remain as a zombie that an init has yet to reap).
 pub fn assert_gone(pid: u32) {
     poll_until(&format!("process {pid} is gone"), || (!is_running(pid)).then_some(()));
 }
@@ -150,7 +150,7 @@ fn state_and_parent(pid: u32) -> Option<(char, u32)> {
     Some((words.next()?.chars().next()?, words.next()?.parse().ok()?))
 }
 
-/// The number in a file, once somebody has written it.
+/// The number in a file, once it was written.
 pub fn pid_in(file: &Path) -> u32 {
     poll_until("a pid is written", || {
         let text = std::fs::read_to_string(file).ok()?;
