@@ -1,4 +1,5 @@
-//! Agreement between ranks: what one rank finds out becomes what all ranks know, so that all go on alike.
+//! Agreement between ranks: an error or a difference that one rank finds is returned on all ranks, so that all of them
+//! take the same path.
 
 use burn_ddp_comm::ProcessGroup;
 
@@ -8,11 +9,11 @@ use crate::{Error, Result};
 /// Settings that must be the same on all ranks: a name that users know, and the value.
 pub(crate) type Settings = Vec<(String, String)>;
 
-/// This rank's result, if no rank failed to do `what`. *Collective*.
+/// This rank's result `mine` of doing `what`, if no rank failed. *Collective*.
 ///
 /// # Errors
 ///
-/// This rank's own error, else [`Error::Invalid`] with that of the first rank that has one.
+/// This rank's own error; without one, [`Error::Invalid`] with the error of the first rank that failed.
 #[track_caller]
 pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -> Result<T> {
     let outcomes = group.all_gather_object(&mine.as_ref().err().map(ToString::to_string))?;
@@ -49,9 +50,10 @@ pub(crate) fn on_model(group: &ProcessGroup, entries: &[Entry]) -> Result<()> {
     Err(Error::ModelsDiffer { rank, difference })
 }
 
-/// `ranks[n]` is the rank of the n-th settings.
+/// The settings that differ, in words; `None` if all agree. `ranks[n]` is the rank with the settings `of_ranks[n]`.
 fn differing_settings(of_ranks: &[Settings], ranks: &[usize]) -> Option<String> {
-    // The names may differ, too (loaders of another kind): the first rank's suffice, since the kind is one of them.
+    // Loaders of different kinds have settings of different names. The first rank's names suffice to find that, since
+    // one of the settings is the kind.
     let names = of_ranks.first()?.iter().map(|(name, _)| name);
     let differing: Vec<String> = names.filter_map(|name| differing_values(name, of_ranks, ranks)).collect();
     (!differing.is_empty()).then(|| differing.join("; "))

@@ -1,6 +1,6 @@
 //! Burn backends that burn-ddp supports, each behind a feature.
 
-/// Implements a backend extension, by its default bodies, for all of them.
+/// Implements a backend extension for all backends that are built in, with the default bodies of its methods.
 macro_rules! extend_backends {
     ($extension:ident) => {
         #[cfg(feature = "flex")]

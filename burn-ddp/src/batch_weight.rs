@@ -1,7 +1,8 @@
-//! Number of items (or tokens, or what else a loss is a mean over) that a backward stands for.
+//! Weight of a backward: the number of items (or tokens, or whatever its loss is a mean over).
 //!
-//! A batch of a training loader weighs every backward from the moment it is handed out until its loader hands out the
-//! next one or its epoch is over. What the user sets meanwhile replaces it. Without either, a backward weighs 1.
+//! A batch of a training loader is the weight of every backward from the moment it is handed out until its loader hands
+//! out the next one or its epoch is over. A weight that the user sets meanwhile replaces it. Without either, a backward
+//! has weight 1.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +14,8 @@ use crate::{Error, Result};
 /// Batches of training loaders without averaged gradients after which a warning is due.
 const FORGOTTEN: u32 = 3;
 
-/// Weights of the backwards of one rank. All its handles share them: a batch may go through models of several groups.
+/// Weights of the backwards of one rank. All handles of the rank share them: a batch may go through models of several
+/// groups.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
 
@@ -21,15 +23,15 @@ pub(crate) struct BatchWeight(Mutex<Inner>);
 struct Inner {
     /// Set by the user since the last batch.
     explicit: Option<f64>,
-    /// By loader: the last batch that was handed out, while it weighs.
+    /// By loader: the last batch that was handed out, as long as it may be the weight of a backward.
     in_use: BTreeMap<LoaderKey, InUse>,
-    /// Batches so far, over all loaders and those that the user announced by setting a weight.
+    /// Batches so far: those of all loaders, and one for each weight that the user set.
     count: u64,
     /// By loader: the last step whose batch had a backward.
     used: BTreeMap<LoaderKey, Step>,
     /// Batches that loaders handed out before gradients were averaged for the first time.
     before_averages: u32,
-    /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
+    /// True once gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
     /// Number of batches of a loader's epoch that had no backward before the next one was handed out.
     passed_over: BTreeMap<LoaderKey, u64>,
@@ -37,13 +39,13 @@ struct Inner {
     read_ahead: ReadAhead,
 }
 
-/// Evidence that a loop takes each batch before the backward of the one before, as `peekable` does.
+/// Evidence that a loop takes each batch before the backward of the previous batch, as `peekable` does.
 #[derive(Debug, Default, PartialEq)]
 enum ReadAhead {
     #[default]
     Unknown,
-    /// An epoch has ended in which exactly one batch had no backward when the next was handed out: the next backward
-    /// without a batch is that of the epoch's last.
+    /// An epoch has ended in which exactly one batch had no backward when the next was handed out. If the next backward
+    /// comes before another batch, it is that of the epoch's last batch.
     OneMissing,
     /// The warning is due, or given.
     Warned,
@@ -56,7 +58,7 @@ struct InUse {
     number: u64,
     /// The batch had a backward.
     used: bool,
-    /// Its epoch was dropped before the batch had a backward: it weighs until any loader hands out another one.
+    /// Its epoch was dropped before the batch had a backward: it stays in use until any loader hands out a batch.
     taken_out: bool,
 }
 
@@ -116,8 +118,8 @@ pub(crate) fn check(weight: f64) -> Result<(), String> {
 }
 
 impl Inner {
-    /// The batch that the next backward is of. Batches that had no backward yet go first, those of epochs that were
-    /// dropped last.
+    /// The batch of the next backward. Batches that had no backward yet go first, batches of dropped epochs last; of
+    /// several the newest.
     fn current(&mut self) -> Option<&mut InUse> {
         self.in_use.values_mut().max_by_key(|b| (!b.taken_out, !b.used, b.number))
     }
@@ -128,8 +130,8 @@ impl Inner {
 }
 
 impl BatchWeight {
-    /// Records that a loader hands out a batch. True once: if some were handed out and gradients were never averaged,
-    /// as when `wrap` was forgotten.
+    /// Records that a loader hands out a batch. Returns true once, if [`FORGOTTEN`] batches were handed out and
+    /// gradients were never averaged, as when `wrap` was forgotten.
     pub(crate) fn note_batch(&self, batch: LoaderBatch) -> bool {
         let mut w = self.lock();
         w.explicit = None;
@@ -155,8 +157,8 @@ impl BatchWeight {
         self.lock().averages = true;
     }
 
-    /// Records that `epoch` of a loader, on `track`, is over: its last batch was asked for and there is none left, or,
-    /// if not `ended`, it was dropped.
+    /// Records that `epoch` of a loader, on `track`, is over: it ran out of batches if `ended`, and was dropped before
+    /// otherwise.
     pub(crate) fn end_epoch(&self, track: Track, epoch: usize, ended: bool) {
         let mut w = self.lock();
         // The loader may have begun another epoch meanwhile.
@@ -185,7 +187,7 @@ impl BatchWeight {
         !self.lock().used.is_empty()
     }
 
-    /// True once: in the first backward that shows that batches are read ahead of their backwards.
+    /// Returns true once, in the first backward that shows that batches are read ahead of their backwards.
     pub(crate) fn shows_reading_ahead(&self) -> bool {
         let mut w = self.lock();
         let shows = w.read_ahead == ReadAhead::OneMissing && w.explicit.is_none() && w.in_use.is_empty();
@@ -204,7 +206,7 @@ impl BatchWeight {
         check(items).map_err(Error::invalid)?;
         let mut w = self.lock();
         w.explicit = Some(items);
-        // What follows counts as a batch of its own.
+        // The backwards that follow count as a batch of their own.
         w.count += 1;
         Ok(())
     }

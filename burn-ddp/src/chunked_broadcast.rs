@@ -2,12 +2,12 @@
 
 use burn_ddp_comm::{DType, ProcessGroup, Result};
 
-/// Bytes per collective. Each collective has a deadline of its own, so it bounds how slow the network may be, not how
-/// many bytes there are; and a copy on the way is no longer than this.
+/// Bytes per collective. Each collective has its own deadline, so the deadline limits how slow the network may be, and
+/// not the total length. An engine's copies are no longer than a chunk, too.
 const CHUNK_BYTES: usize = 64 << 20;
 
-/// Sends `bytes` to all other ranks, which [`receive`] as many from this one. *Collective*; the sender needs memory for
-/// one chunk more.
+/// Sends `bytes` to all other ranks, which [`receive`] the same number of bytes from this rank. *Collective*. The
+/// sender needs memory for a copy of one chunk.
 #[track_caller]
 pub(crate) fn send(group: &ProcessGroup, bytes: &[u8]) -> Result<()> {
     send_in_chunks(group, bytes, CHUNK_BYTES)
@@ -21,7 +21,7 @@ pub(crate) fn receive(group: &ProcessGroup, len: usize, root: usize) -> Result<V
     Ok(bytes)
 }
 
-/// Fills `bytes` with those that `root` [sends](send). *Collective*.
+/// Fills `bytes` with the bytes that `root` [sends](send). *Collective*.
 #[track_caller]
 pub(crate) fn receive_into(group: &ProcessGroup, bytes: &mut [u8], root: usize) -> Result<()> {
     receive_in_chunks(group, bytes, root, CHUNK_BYTES)

@@ -15,12 +15,12 @@ use crate::{Error, Result, optimizer};
 /// Collectives on tensors, models and optimizers, implemented by [`Ddp`].
 ///
 /// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the
-/// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives that gradients go through. All of
-/// them block until this rank's part is done, and all but [`send`](Self::send) and [`recv`](Self::recv) are
+/// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives through which gradients flow. Each
+/// method blocks until this rank's part is done. All but [`send`](Self::send) and [`recv`](Self::recv) are
 /// *collective*: every rank calls them, in the same order.
 ///
-/// The costs below are those of the engines `threads` and `tcp` for a tensor of `b` bytes on `n` ranks; `shm` reads the
-/// peers' memory in place of receiving. A step is one message to each peer and one from each.
+/// The costs below are those of the engines `threads` and `tcp` for a tensor of `b` bytes on `n` ranks; with `shm` a
+/// rank reads the peers' memory instead of receiving messages. A step is one message to each peer and one from each.
 pub trait Collectives: sealed::Sealed {
     /// Reduces element by element over all ranks.
     ///
@@ -70,9 +70,10 @@ pub trait Collectives: sealed::Sealed {
     #[track_caller]
     fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>>;
 
-    /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
+    /// Copies `root`'s parameters and buffers to all ranks, in a model that is wrapped or not. Parameter ids do not
+    /// change. *Collective*.
     ///
-    /// Each rank passes a model of the same shape and holds the same values after: a broadcast of each value, which
+    /// Each rank passes a model of the same structure and holds the same values after: a broadcast of each value, which
     /// reaches each machine once. [`Ddp::wrap`] does this from rank 0 by itself.
     ///
     /// # Errors
@@ -97,8 +98,9 @@ pub trait Collectives: sealed::Sealed {
 
     /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.
     ///
-    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. The state that it had
-    /// is replaced; a `root` that has not stepped yet leaves none.
+    /// Each rank passes its optimizer, of the same kind on all ranks, and the model that the optimizer trains. The
+    /// state of `root` replaces that of the others; if `root` has made no step yet, no rank has a state afterwards. A
+    /// broadcast of the state's bytes, with some rounds of small messages before and after it.
     ///
     /// # Errors
     ///
@@ -185,7 +187,7 @@ pub trait Collectives: sealed::Sealed {
 
     /// Reduces element by element onto `root`.
     ///
-    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others what they passed.
+    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others their own.
     /// Two steps in which a rank sends about `b` bytes.
     ///
     /// # Errors
@@ -234,9 +236,9 @@ pub trait Collectives: sealed::Sealed {
 
     /// Hands each rank its slice of `root`'s tensor along dimension 0.
     ///
-    /// `root` passes `Some` of shape `[n * r, …]`; what other ranks pass is dropped. Each rank passes a tensor `like`
-    /// its slice, `[r, …]`, of which only shape, dtype and device count, and holds rows `rank * r ..` after. One step
-    /// in which `root` sends `(n - 1) / n · b` bytes.
+    /// `root` passes `Some` of shape `[n * r, …]`; tensors of other ranks are ignored. Each rank passes a tensor `like`
+    /// its slice, `[r, …]`, of which only shape, dtype and device are used, and holds rows `rank * r ..` after. One
+    /// step in which `root` sends `(n - 1) / n · b` bytes.
     ///
     /// # Errors
     ///
@@ -290,7 +292,8 @@ pub trait Collectives: sealed::Sealed {
     #[track_caller]
     fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;
 
-    /// Sends a tensor to rank `to`, which [receives](Self::recv) it. Blocks until it has. One message of `b` bytes.
+    /// Sends a tensor to rank `to`, and blocks until that rank has [received](Self::recv) it. One message of `b` bytes
+    /// and its confirmation.
     ///
     /// # Errors
     ///
@@ -314,9 +317,9 @@ pub trait Collectives: sealed::Sealed {
     #[track_caller]
     fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()>;
 
-    /// The tensor that rank `from` [sends](Self::send). Blocks until it is here.
+    /// The tensor that rank `from` [sends](Self::send). Blocks until it has arrived.
     ///
-    /// `like` gives shape, dtype and device; its values do not count. One message of `b` bytes.
+    /// `like` gives shape, dtype and device; its values are ignored. One message of `b` bytes and its confirmation.
     ///
     /// # Errors
     ///

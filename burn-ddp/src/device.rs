@@ -14,7 +14,7 @@ const SHARE: &str = "BURN_DDP_SHARE_DEVICES";
 /// Variables of launchers that give each rank a GPU of its own.
 const VISIBLE: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"];
 
-/// A kind of device that is built in.
+/// A kind of device whose backend is built in.
 struct Kind {
     /// Its name in [`KIND`].
     name: &'static str,
@@ -24,7 +24,7 @@ struct Kind {
 
 enum Devices {
     #[cfg_attr(not(any(feature = "cube", feature = "tch")), allow(dead_code))]
-    /// GPUs, one per rank. None is opened.
+    /// GPUs, one per rank. Listing them opens none of them.
     Each(Vec<Device>),
     /// The processor, on which all ranks compute.
     Shared(Device),
@@ -72,7 +72,7 @@ fn ndarray() -> Device {
     Device::ndarray()
 }
 
-/// The GPUs of a kind; where there are none, the processor if that kind's driver emulates a GPU on it.
+/// The GPUs of a kind; if there are none, the processor, provided that the kind's driver emulates a GPU on it.
 #[cfg(feature = "cube")]
 #[allow(dead_code)] // `cube` alone is no backend
 fn gpus(kind: DeviceType) -> Devices {
@@ -83,7 +83,7 @@ fn gpus(kind: DeviceType) -> Devices {
     }
 }
 
-/// True if the device is the processor, as a GPU driver emulates one.
+/// True if the device is a GPU that its driver emulates on the processor.
 fn is_emulated(device: &Device) -> bool {
     match device.as_dispatch() {
         #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "webgpu"))]
@@ -100,7 +100,7 @@ pub(crate) fn of_rank(local_rank: usize, local_world_size: usize) -> Result<Devi
     rank.choose(kinds(), &|name| std::env::var(name).ok())
 }
 
-/// Number of a rank among those of its machine.
+/// Number of a rank among the ranks of its machine.
 #[derive(Clone, Copy)]
 struct LocalRank {
     local_rank: usize,
@@ -146,7 +146,7 @@ impl LocalRank {
             Devices::Shared(device) => return Ok(device),
             Devices::Each(gpus) => gpus,
         };
-        // A launcher that gives each rank a GPU of its own calls each of them 0.
+        // Under a launcher that shows each rank only its own GPU, that GPU is number 0 on every rank.
         let given = || gpus.len() == 1 && VISIBLE.iter().any(|name| env(name).is_some_and(|ids| !ids.contains(',')));
         let shared = || env(SHARE).is_some_and(|text| text.trim() == "1");
         let index = match gpus.len() {
@@ -185,7 +185,7 @@ pub(crate) fn check_supported(device: &Device) -> Result<()> {
     })
 }
 
-/// Kind of a device on which gradients can be intercepted; the error is Burn's name of any other.
+/// Kind of a device on which gradients can be intercepted; for any other device, Burn's name of it as the error.
 fn supported(device: &Device) -> Result<String, String> {
     let plain = device.clone().without_autodiff();
     match plain.as_dispatch() {
@@ -197,7 +197,7 @@ fn supported(device: &Device) -> Result<String, String> {
         DispatchDevice::LibTorch(device) => Ok(format!("tch {device:?}").to_lowercase()),
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => Ok(format!("{:?}", device.runtime()).to_lowercase()),
-        #[allow(unreachable_patterns)] // if all that Burn has built in, burn-ddp has too
+        #[allow(unreachable_patterns)] // if burn-ddp has the features of all backends that Burn was built with
         other => Err(format!("{other:?}")),
     }
 }
@@ -211,7 +211,7 @@ pub(crate) fn is_libtorch(device: &Device) -> bool {
     }
 }
 
-/// The number of a CUDA device among those that this process sees; `None` for others.
+/// The number of a CUDA device among the CUDA devices that this process sees; `None` for devices of other kinds.
 #[cfg(feature = "nccl")]
 pub(crate) fn cuda_ordinal(device: &Device) -> Option<usize> {
     let plain = device.clone().without_autodiff();

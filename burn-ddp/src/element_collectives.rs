@@ -1,4 +1,4 @@
-//! Collectives on elements that were read from their device.
+//! Collectives on the elements of tensors, after they were read from the device into host memory.
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
@@ -9,7 +9,8 @@ use crate::intercept::tell_peers;
 use crate::tensor_conversion::{data_of, with_dtype};
 use crate::{Error, Result};
 
-/// Reads the elements of a tensor for a collective. A read that fails ends the job, since the other ranks wait in it.
+/// Reads the elements of a tensor for a collective. A read that fails ends the job, since the other ranks wait in the
+/// collective.
 pub(crate) fn read<const D: usize, K: Basic>(ddp: &Ddp, tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
     if D == 0 {
         return Err(Error::invalid("collectives take tensors of one dimension or more"));

@@ -1,5 +1,5 @@
-//! Choice of the engine that reduces the gradients of a model: NCCL where all ranks can, otherwise an engine between
-//! hosts.
+//! Choice of the engine that reduces the gradients of a model: NCCL if all ranks can use it, otherwise an engine that
+//! works on host memory.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +14,8 @@ use crate::{Error, Result, device};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RankReport {
     kind: String,
-    /// Abilities of its NCCL on the device, or the reason why it has none; `None` if NCCL is no candidate. Text, since
-    /// ranks may be built with other features.
+    /// Abilities of the rank's NCCL on the device, or the reason why it cannot use NCCL; `None` if NCCL is no
+    /// candidate. Both are text, since ranks may be built with different features.
     pub(crate) nccl: Option<Result<String, String>>,
 }
 
@@ -27,7 +27,7 @@ pub(crate) enum EngineAgreement {
         /// Number of different GPUs.
         gpus: usize,
     },
-    /// Gradients go through host memory; with the reason why NCCL does not reduce them, if it was a candidate.
+    /// Gradients go through host memory. Holds the reason why NCCL does not reduce them, if NCCL was a candidate.
     Host(Option<String>),
 }
 
@@ -36,7 +36,7 @@ pub(crate) enum EngineAgreement {
 ///
 /// # Errors
 ///
-/// On all ranks, if NCCL was asked for and some rank cannot.
+/// On all ranks, if `BURN_DDP_ENGINE` or the options demand NCCL and a rank cannot use it.
 #[track_caller]
 pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> {
     #[cfg(all(test, feature = "flex"))]
@@ -76,7 +76,7 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
     }
 }
 
-/// Refuses connections that nothing encrypts where data between machines are to be encrypted.
+/// Refuses NCCL, whose connections are not encrypted, if data between machines must be encrypted.
 fn may_be_plain(ddp: &Ddp) -> Result<(), String> {
     let encrypt_data = ddp.world().options().encrypt_data;
     match encrypt_data && ddp.world().machines().count() > 1 {

@@ -1,6 +1,11 @@
 //! Errors of this crate, sorted by their cause.
 
+use std::io;
+use std::path::PathBuf;
+
 use burn_ddp_comm as comm;
+
+use crate::file_failure::FileFailure;
 
 /// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -8,12 +13,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Why an operation of burn-ddp failed.
 ///
 /// After [`Error::Backward`], [`Error::Sharding`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start
-/// again from a checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike
-/// ([`Error::Invalid`], [`Error::ModelsDiffer`], [`Error::File`]) leave the job usable.
+/// again from a checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. An [`Error::Invalid`],
+/// [`Error::ModelsDiffer`] or [`Error::File`] that all ranks return leaves the job usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A peer, the network or the launcher: see the inner error, which names the rank.
+    /// A peer, the network or the launcher failed. The inner error names the rank.
     #[error(transparent)]
     Comm(Box<comm::Error>),
     /// Starting ranks failed, or a rank that this process started failed.
@@ -22,10 +27,10 @@ pub enum Error {
     /// Loading or sharding data failed.
     #[error(transparent)]
     Data(Box<crate::data::DataError>),
-    /// A call, a setting or the machine does not allow what was asked for; nothing was sent and the job can go on.
+    /// The arguments, a setting or the machine do not allow the operation.
     #[error("{}{reason}", prefix(.rank))]
     Invalid {
-        /// The rank that found it; `None` if it is this one, or all.
+        /// The rank that found the problem; `None` for this rank, or for all ranks alike.
         rank: Option<usize>,
         /// The problem, and what to do.
         reason: String,
@@ -42,17 +47,17 @@ pub enum Error {
     /// compared exactly.
     #[error(
         "the replicas differ{}: {difference}; a rank changed parameters by itself, steps with another optimizer or \
-         learning rate, or used a gradient that was not averaged: mend that, and go on from a checkpoint",
+         learning rate, or used a gradient that was not averaged: fix that, and go on from a checkpoint",
         in_step(.step)
     )]
     ReplicasDiffer {
-        /// The step whose forward read them; `None` outside of a step.
+        /// The step whose forward read the parameters; `None` outside of a step.
         step: Option<u64>,
         /// Path of the first parameter that differs.
         parameter: String,
         /// Ranks that differ from most others, or all that hold different values.
         ranks: Vec<usize>,
-        /// Both in words.
+        /// The parameter and the ranks, in words.
         difference: String,
     },
     /// A backward could not deliver averaged gradients.
@@ -66,9 +71,9 @@ pub enum Error {
     /// The ranks did not gather or reduce sharded parameters together.
     #[error("sharded parameters on rank {rank}: {reason}")]
     Sharding {
-        /// The first of the ranks that differ.
+        /// The first rank whose calls differ from the other ranks'.
         rank: usize,
-        /// The parameters, what each rank did, and what to do.
+        /// The parameters, the calls of each rank, and what to do.
         reason: String,
     },
     /// Reading or writing a file failed.
@@ -76,7 +81,12 @@ pub enum Error {
     File {
         /// The rank that failed; `None` if it is this one.
         rank: Option<usize>,
-        /// The file and the problem.
+        /// The file, directory or URL on that rank; `None` if the failure belongs to no single path.
+        path: Option<PathBuf>,
+        /// Kind of the I/O error, [`io::ErrorKind::InvalidData`] for damaged checkpoints; `None` if the failure was
+        /// no I/O error.
+        kind: Option<io::ErrorKind>,
+        /// The file and the problem, in words.
         reason: String,
     },
     /// The job that `Ddp::launch` started did not succeed.
@@ -93,7 +103,7 @@ pub enum Error {
     Rank {
         /// The rank that failed first.
         rank: usize,
-        /// Its error or panic message.
+        /// The error or panic message of that rank.
         reason: String,
     },
 }
@@ -111,14 +121,14 @@ impl From<crate::data::DataError> for Error {
 }
 
 impl Error {
-    /// [`Error::Invalid`] of this rank, or of all alike.
+    /// [`Error::Invalid`] of this rank, or of all ranks alike.
     pub(crate) fn invalid(reason: impl Into<String>) -> Self {
         Error::Invalid { rank: None, reason: reason.into() }
     }
 
     /// [`Error::File`] of this rank.
-    pub(crate) fn file(reason: impl Into<String>) -> Self {
-        Error::File { rank: None, reason: reason.into() }
+    pub(crate) fn file(failure: impl Into<FileFailure>) -> Self {
+        failure.into().into_error(None)
     }
 }
 

@@ -9,25 +9,28 @@ use crate::model::broadcast;
 use crate::wrap::{only, wrapped_in};
 use crate::{Error, Result, optimizer};
 
-const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model: ranks that still train need every rank's \
-    passes through it; use Burn's `BatchNorm`, or give all ranks equally many batches and leave `join` out";
+const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model is not possible: ranks that still train need \
+    every rank's passes through it; use Burn's `BatchNorm`, or give all ranks equally many batches and leave `join` \
+    out";
 
-const NO_LOCAL_PARAMETERS: &str = "`join` with local parameters in the model: at its end all ranks get the optimizer's \
-    state of one; leave `with_local_parameters` out, or give all ranks equally many batches and leave `join` out";
+const NO_LOCAL_PARAMETERS: &str = "`join` with local parameters in the model is not possible: at its end all ranks get \
+    the optimizer's state of one rank; leave `with_local_parameters` out, or give all ranks equally many batches and \
+    leave `join` out";
 
-/// A rank's rows of a sharded parameter are stepped by its own optimizer, and nothing tells `join` the learning rate.
+/// Advice for sharded parameters. Each rank must step its own rows in every step, which `join` cannot do for it: `join`
+/// does not know the learning rate.
 const NO_PARTS: &str = "each rank steps its own rows in every step, also one without data. Let it pass a batch again \
     after `ddp.set_batch_items(0.0)` and step, until `ddp.sum` says that all are done; `ddp.loader` gives all ranks as \
     many batches by itself";
 
 impl Ddp {
-    /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
-    /// *Collective*: every rank calls it when its own data are used up, not at the same time.
+    /// Waits for the ranks that still have data, and gives every rank the model and the optimizer state of a rank that
+    /// trained longest. *Collective*: each rank calls it when its own data are used up, so at different times.
     ///
-    /// For loaders that give ranks different numbers of batches, which ours ([`Ddp::loader`]) never do. It is torch's
-    /// [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html). A rank that has called it takes
-    /// part in the reductions of the others with weight 0, so gradients are the mean over the ranks that still train,
-    /// each backward counting 1 or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
+    /// It is torch's [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html), for loaders that
+    /// give ranks different numbers of batches; [`Ddp::loader`] never does. A rank that has called it takes part in the
+    /// reductions of the others with weight 0, so gradients are the mean over the ranks that still train; each backward
+    /// counts 1, or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
     /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none
     /// does, they are thrown away. When every rank has called it, all have the parameters, running statistics and
     /// optimizer state of a rank that trained to the end.
@@ -35,10 +38,15 @@ impl Ddp {
     /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on
     /// by as many.
     ///
-    /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`,
-    /// [`Ddp::sync_gradients`]), nor [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap
-    /// several models as one module, and have no [`SyncBatchNorm`](crate::nn::SyncBatchNorm) in them, whose passes all
-    /// ranks make together. Alone it does nothing but discard what is held.
+    /// Until every rank has called it, the ranks that still train may call no other collective (`ddp.mean`,
+    /// [`Ddp::sync_gradients`]) and not [`Ddp::discard_accumulated`], as the waiting ranks do not call them. The loop
+    /// must train `model` alone: wrap several models as one module, without a
+    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm), whose passes all ranks make together. In a world of 1 it only
+    /// discards gradients that are held.
+    ///
+    /// A waiting rank communicates as much as in a step of [`Ddp::backward`]. The end costs a small gather and, if the
+    /// ranks made different numbers of steps, a broadcast of model and optimizer state: one rank sends `(n - 1) b`
+    /// bytes for `b` bytes on `n` ranks.
     ///
     /// # Errors
     ///
@@ -101,7 +109,7 @@ impl Ddp {
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
             wrapped.part_clones();
             wrapped.measure_movements_from(model);
-            // A rank that trained to the end has the state: to load it would lead it through Burn's default device.
+            // A rank that trained to the end has this state; loading it would move it through Burn's default device.
             optimizer::state::broadcast_to(mine < last, self.group(), optim, model, root)?;
         }
         Ok((last - mine) as usize)

@@ -1,13 +1,13 @@
 //! Data-parallel training for the [Burn](https://burn.dev) deep-learning framework.
 //!
 //! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients;
-//! burn-ddp averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and
-//! torchrun, Horovod and `MirroredStrategy` are to Python.
+//! burn-ddp averages the gradients of all ranks inside `loss.backward()`, and Burn's own optimizers apply the averages.
+//! It is for Burn what DDP with torchrun is for PyTorch, and `MirroredStrategy` for TensorFlow.
 //!
 //! # Example
 //!
-//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are
-//! threads:
+//! A training loop. In a program that begins with [`Ddp::init`], `cargo run` runs it on one rank, and
+//! `burnrun --nproc-per-node 8` on eight. Here two threads are the ranks:
 //!
 //! ```
 //! use burn::nn::{Linear, LinearConfig};
@@ -40,21 +40,21 @@
 //! | | |
 //! |---|---|
 //! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save` |
-//! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
+//! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, buckets, running statistics |
 //! | [`nn`] | `SyncBatchNorm`: statistics over the batches of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | clipping of averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
-//! | [`checkpoint`] | model, optimizers, schedules and values as one unit, complete or not there |
+//! | [`checkpoint`] | model, optimizers, schedules and values, saved as one unit that is complete or absent |
 //! | [`data`] | each rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors; `broadcast_parameters` |
-//! | [`Differentiable`] | collectives that gradients go through |
+//! | [`Differentiable`] | collectives through which gradients flow |
 //! | `train` | with the feature `train`: Burn's `SupervisedTraining` on all ranks |
-//! | [`Telemetry`], [`Stats`], [`Straggler`] | where the time of steps goes |
+//! | [`Telemetry`], [`Stats`], [`Straggler`] | the time of a step, by what it is spent on |
 //! | [`TensorBoard`] | curves for TensorBoard, from [`Telemetry::tensorboard`] |
 //! | [`Report`], [`Bottleneck`], [`Cause`] | why a run is slow, from [`Telemetry::report`] |
 //! | [`MemoryUse`] | memory of a rank, before and in training |
-//! | [`DistributedOptimizer`] | Horovod's way: averages in front of the optimizer, for models that are not wrapped |
-//! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
+//! | [`DistributedOptimizer`] | as in Horovod, the optimizer averages gradients, for models that are not wrapped |
+//! | [`comm`] | the layer below: worlds, process groups, collectives on slices; does not depend on Burn |
 //! | [`Error`] | what can go wrong |
 //!
 //! The repository's `docs/` has a quickstart, error messages, models and numerics, and the architecture.
@@ -76,6 +76,7 @@ mod differentiable;
 mod element_collectives;
 mod engine_choice;
 mod error;
+mod file_failure;
 mod gradients;
 mod intercept;
 mod join;
@@ -110,7 +111,7 @@ pub use scalar_reductions::{FloatScalar, Scalar};
 pub use telemetry::{Bottleneck, Cause, MemoryUse, Report, Stats, Straggler, Telemetry, TensorBoard};
 pub use wrap::{Sharding, WrapConfig};
 
-/// Traits and types between burn-ddp and Burn's backends. Programs do not name them.
+/// Traits that burn-ddp implements for Burn's backends, and their types. Programs do not use them directly.
 #[doc(hidden)]
 pub mod backend {
     pub use crate::differentiable::{Adjoint, CollectiveBackend};

@@ -1,4 +1,4 @@
-//! Work that rank 0, or the first rank of each machine, does while the other ranks wait, for any time.
+//! Work of rank 0, or of the first rank of each machine, for which the other ranks wait without a time limit.
 
 use std::panic::Location;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -8,14 +8,15 @@ use burn_ddp_comm::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::file_failure::FileFailure;
 use crate::{Ddp, Error, Result};
 
-/// Longest time between two signs of life of ranks at work while the others wait for them.
+/// Longest time between two signs of life of a rank at work.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 /// Time after which a rank logs that it is still at work; again after twice the time, and so on.
 const SLOW: Duration = Duration::from_secs(30);
 
-/// Message of a rank to all, round after round, until none is at work.
+/// Message of each rank in a round. Rounds follow each other until no rank is at work.
 #[derive(Serialize, Deserialize)]
 enum Sign<S> {
     AtWork,
@@ -23,9 +24,12 @@ enum Sign<S> {
 }
 
 impl Ddp {
-    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a cache that all ranks
-    /// share. *Collective*. `f` may take longer than the deadline of a collective: the others wait as long as rank 0
-    /// lives.
+    /// Runs `f` on rank 0 first and then, if it returned `Ok`, on the other ranks: for downloads into a cache that all
+    /// ranks share. *Collective*. `f` may take longer than the deadline of a collective: the other ranks wait as long
+    /// as rank 0 is alive.
+    ///
+    /// Costs two steps, in which a rank sends a few bytes to each other rank, and two more at least every 5 seconds
+    /// while rank 0 runs `f`.
     ///
     /// # Errors
     ///
@@ -46,14 +50,15 @@ impl Ddp {
         some_first(self.group(), self.is_main(), f)
     }
 
-    /// Runs `f` on the first rank of each machine ([`local_rank`](Self::local_rank) 0) at once, and then, if all went
-    /// well, on the others: for downloads into a cache of each machine. *Collective*. `f` may take longer than the
-    /// deadline of a collective, and longer on one machine than on another.
+    /// Runs `f` on the first rank of each machine ([`local_rank`](Self::local_rank) 0) at the same time, and then, if
+    /// all of them returned `Ok`, on the other ranks: for downloads into a cache of each machine. *Collective*, at the
+    /// cost of [`main_first`](Self::main_first). `f` may take longer than the deadline of a collective, and longer on
+    /// one machine than on another.
     ///
     /// # Errors
     ///
-    /// A rank on which `f` failed gets that error; the others get [`Error::Rank`] with the text of the first one that
-    /// failed.
+    /// A rank on which `f` failed gets the error of `f`; the others get [`Error::Rank`] with the text of the first rank
+    /// that failed.
     ///
     /// # Example
     ///
@@ -69,25 +74,25 @@ impl Ddp {
     pub fn local_main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         let (peers, own) = (self.world().peers(), self.world().rank());
         let of_machine = |rank: &&usize| peers[**rank].node_rank == peers[own].node_rank;
-        // Local rank 0 may be in another part of the job.
+        // In a part of the job, which may lack local rank 0, its first rank on the machine takes that role.
         some_first(self.group(), self.group().ranks().iter().find(of_machine) == Some(&own), f)
     }
 }
 
-/// Value that `f` returns on rank 0, which alone runs it. `f` may take any time, see [`at_work`]. *Collective*.
+/// Runs `f` on rank 0 alone, and returns its value on every rank. `f` may take any time, see [`at_work`]. *Collective*.
 ///
 /// # Errors
 ///
-/// [`Error::File`] on every rank with the reason of rank 0.
+/// [`Error::File`] on every rank with the failure of rank 0.
 #[track_caller]
 pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
-    f: impl FnOnce() -> Result<T, String>,
+    f: impl FnOnce() -> Result<T, FileFailure>,
 ) -> Result<T> {
-    let mine = (group.rank() == 0).then(|| at_work::<Option<Result<T, String>>, _>(group, f));
+    let mine = (group.rank() == 0).then(|| at_work::<Option<Result<T, FileFailure>>, _>(group, f));
     let outcome = outcomes(group, mine)?.into_iter().next().flatten();
-    let outcome = outcome.unwrap_or_else(|| Err("returned no outcome".to_owned()));
-    outcome.map_err(|reason| Error::File { rank: Some(group.ranks()[0]), reason })
+    let outcome = outcome.unwrap_or_else(|| Err("returned no outcome".into()));
+    outcome.map_err(|failure| failure.into_error(Some(group.ranks()[0])))
 }
 
 /// Runs `f` on rank 0, for any time, see [`at_work`]; then on the other ranks. *Collective*.
@@ -121,17 +126,17 @@ fn some_first<T>(group: &ProcessGroup, first: bool, f: impl FnOnce() -> anyhow::
     }
     let result = at_work::<Option<String>, _>(group, f);
     let reasons = outcomes(group, result.as_ref().err().map(|e| format!("{e:#}")));
-    // The others may be gone by then: the cause comes first.
+    // The other ranks may have ended the job by now: this rank's own error is the cause, so it is returned first.
     let value = result?;
     failed(reasons?)?;
     Ok(value)
 }
 
-/// Runs `f` on this rank while other ranks are at work, too, or in [`outcomes`], which this rank calls next with an
-/// `S`.
+/// Runs `f` on this rank, while each other rank is at work, too, or waits in [`outcomes`]. This rank must call
+/// `outcomes` next, with a value of type `S`.
 ///
-/// A round of signs every few seconds says that this rank is alive. So `f` may take longer than the deadline of a
-/// collective, and a rank that fails meanwhile is noticed.
+/// Every few seconds all ranks exchange signs of life. So `f` may take longer than the deadline of a collective, and
+/// the failure of any rank is noticed meanwhile.
 #[track_caller]
 fn at_work<S: Serialize + DeserializeOwned, T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> T {
     if group.world_size() == 1 {
@@ -143,7 +148,7 @@ fn at_work<S: Serialize + DeserializeOwned, T>(group: &ProcessGroup, f: impl FnO
     std::thread::scope(move |scope| {
         let signs = move || give_signs_of_life::<S>(group, site, &ended);
         if let Err(e) = std::thread::Builder::new().name("signs of life".into()).spawn_scoped(scope, signs) {
-            tracing::warn!("no thread to give signs of life: the other ranks wait {:?} at most: {e}", group.timeout());
+            tracing::warn!("no thread for signs of life, so other ranks wait {:?} at most: {e}", group.timeout());
         }
         let value = f();
         drop(working);

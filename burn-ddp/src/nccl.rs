@@ -11,8 +11,8 @@ use crate::ddp::Ddp;
 use crate::engine_choice::{EngineAgreement, RankReport, refusal};
 use crate::{Result, device};
 
-/// Abilities of this rank's NCCL on the device, as [`agree`] reads them; otherwise the reason why it cannot reduce
-/// there.
+/// Abilities of this rank's NCCL on the device, in the form that [`agree`] reads; or the reason why NCCL cannot reduce
+/// on the device.
 pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
     let Some(ordinal) = device::cuda_ordinal(device) else {
         return Err("NCCL reduces on NVIDIA GPUs, so the model has to be on one: `Device::cuda`, or BURN_DEVICE=cuda"
@@ -20,14 +20,15 @@ pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
     };
     if let Some(first) = ddp.state().nccl_device().filter(|first| *first != ordinal) {
         return Err(format!(
-            "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has \
-             one device per rank"
+            "its model is on CUDA device {ordinal}, but an earlier wrapped model is on device {first}: NCCL has one \
+             device per rank"
         ));
     }
     serde_json::to_string(&RankInfo::here(ddp.world().rank(), ordinal)).map_err(|e| e.to_string())
 }
 
-/// Agrees on NCCL if all ranks can use it. With `reduces` NCCL is then the engine of later groups. *Collective*.
+/// Chooses NCCL if all ranks can use it, the same on all ranks. With `reduces`, NCCL is then the engine of later
+/// groups. *Collective*.
 #[track_caller]
 pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces: bool) -> Result<EngineAgreement> {
     let infos = match rank_infos(reports, ddp.group().ranks()) {
@@ -39,7 +40,7 @@ pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces:
     }
     let installed = ddp.state().nccl_device().is_some();
     if ddp.state().is_part() && !installed {
-        let why = "NCCL begins with the first model that the handle of the whole job wraps, and there was none yet";
+        let why = "NCCL starts when the handle of the whole job wraps a model, and it has not wrapped any yet";
         return Ok(EngineAgreement::Host(Some(why.to_owned())));
     }
     if reduces
@@ -54,7 +55,7 @@ pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces:
     Ok(EngineAgreement::Nccl { gpus: gpus.len() })
 }
 
-/// The reports of all ranks, if all have NCCL; otherwise the first reason why one has not.
+/// The reports of all ranks if all of them have NCCL; otherwise the reason of the first rank that does not.
 fn rank_infos(reports: &[RankReport], ranks: &[usize]) -> Result<Vec<RankInfo>, String> {
     if let Some(why) = refusal(reports, ranks) {
         return Err(why);
@@ -67,7 +68,7 @@ fn rank_infos(reports: &[RankReport], ranks: &[usize]) -> Result<Vec<RankInfo>, 
     reports.iter().map(info).collect()
 }
 
-/// Installs NCCL's engine on all ranks, or on none; the reason if on none. *Collective*.
+/// Installs NCCL's engine on all ranks, or, if a rank fails, on none; then returns the reason. *Collective*.
 #[track_caller]
 fn install(ddp: &Ddp, ordinal: usize) -> Result<Option<String>> {
     let world = ddp.world();

@@ -12,7 +12,7 @@ pub trait FloatScalar: Scalar {}
 
 impl Ddp {
     /// The mean of a number over all ranks, computed in `f64`. *Collective*. Every rank passes one number, all get the
-    /// same mean.
+    /// same mean. Costs one step, in which a rank sends 8 bytes to each other rank.
     ///
     /// # Errors
     ///
@@ -29,8 +29,9 @@ impl Ddp {
         value.reduce(self, ReduceOp::Mean)
     }
 
-    /// The sum of a number over all ranks: of floats computed in `f64`, of integers exact. *Collective*. Every rank
-    /// passes one number of the same type, all get the same sum.
+    /// The sum of a number over all ranks: floats are added in `f64`, integers exactly. *Collective*. Every rank passes
+    /// one number of the same type, all get the same sum. Costs one step, in which a rank sends 8 bytes (16 for
+    /// integers) to each other rank.
     ///
     /// # Errors
     ///
@@ -79,7 +80,7 @@ mod sealed {
             impl Reduce for $integer {
                 #[track_caller]
                 fn reduce(self, ddp: &Ddp, op: ReduceOp) -> Result<Self> {
-                    // Halves of 32 bits, whose sums over ranks do not overflow.
+                    // The lower 32 bits and the bits above them: their sums over all ranks do not overflow.
                     let value = self as i128;
                     let mut halves = [(value & 0xffff_ffff) as i64, (value >> 32) as i64];
                     ddp.group().all_reduce(&mut halves, op)?;

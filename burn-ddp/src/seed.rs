@@ -12,7 +12,7 @@ use crate::{Ddp, Result};
 pub(crate) struct Seed {
     device: Device,
     seed: u64,
-    /// Number of models wrapped since.
+    /// Number of models wrapped since the seed was set.
     wraps: u64,
 }
 
@@ -21,7 +21,7 @@ impl Seed {
         Seed { device: device.clone(), seed, wraps: 0 }
     }
 
-    /// Seed after the next `wrap`: another one each time, so that random streams do not begin anew.
+    /// Seed after the next `wrap`: a new one each time, so that no stream of random numbers is repeated.
     pub(crate) fn of_next_wrap(&mut self, rank: usize) -> u64 {
         self.wraps += 1;
         derive(self.seed, "wrap", [rank as u64, self.wraps])
@@ -42,10 +42,10 @@ pub(crate) fn separate_ranks(ddp: &Ddp, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Seed of this rank after a `wrap`; `None` if the ranks have random numbers of their own. *Collective*.
+/// Seed of this rank after a `wrap`; `None` if the ranks draw different random numbers already. *Collective*.
 ///
-/// Ranks that would go on with the same numbers were seeded alike, by the program or as ranks of different parts. The
-/// seed of all ranks is then derived from the number of the first.
+/// Ranks that would draw the same numbers were seeded alike, by the program or as ranks of different parts. The new
+/// seeds of all ranks are then derived from the first rank's number.
 #[track_caller]
 fn seed_after_wrap(ddp: &Ddp, device: &Device) -> Result<Option<u64>> {
     let own = ddp.state().next_seed_of_rank();
@@ -65,15 +65,15 @@ fn seed_after_wrap(ddp: &Ddp, device: &Device) -> Result<Option<u64>> {
     Ok(ddp.state().next_seed_of_rank())
 }
 
-/// The first number, if two ranks have the same one.
+/// The first rank's number, if any two ranks have the same number.
 fn seed_of_equals(of_ranks: &[Option<u64>]) -> Option<u64> {
     let numbers: Vec<u64> = of_ranks.iter().flatten().copied().collect();
     let different: BTreeSet<u64> = numbers.iter().copied().collect();
     numbers.first().filter(|_| different.len() < numbers.len()).copied()
 }
 
-/// Logs that numbers do not repeat, if the ranks are threads: backends have one generator per process, so what a rank
-/// draws depends on when the others draw.
+/// Logs a warning if the ranks are threads: backends have one random generator per process, so the numbers of a rank
+/// depend on when the other ranks draw, and do not repeat between runs.
 pub(crate) fn warn_of_threads(ddp: &Ddp) {
     if ddp.is_main() && ddp.world().peers().len() > 1 && ddp.world().engine() == "threads" {
         tracing::warn!(
@@ -86,7 +86,7 @@ pub(crate) fn warn_of_threads(ddp: &Ddp) {
 
 /// A random number from the generator of `device`; `None` if the device cannot be read.
 fn draw(device: &Device) -> Option<u64> {
-    // A float has 24 random bits at most; fewer in half precision.
+    // A float has 24 random bits at most, in half precision fewer, so one float would not tell the ranks apart.
     let drawn = Tensor::<1>::random([16], Distribution::Default, device).try_into_data();
     drawn.ok().map(|drawn| xxh3_64(drawn.as_bytes()))
 }
@@ -97,7 +97,7 @@ fn of_batch(seed: u64, rank: usize, loader: u32, epoch: usize, first: usize) -> 
     derive(seed, "batch", [rank as u64, loader.into(), epoch as u64, first as u64])
 }
 
-/// XXH3 of the numbers and of what they are for; the same in every process and release.
+/// XXH3 of the numbers and of their purpose; the same in every process and release.
 fn derive<const N: usize>(seed: u64, purpose: &str, numbers: [u64; N]) -> u64 {
     let mut bytes = purpose.as_bytes().to_vec();
     numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));

@@ -1,4 +1,4 @@
-//! Conversion between Burn's tensors and what collectives carry: element types and elements in host memory.
+//! Conversion between Burn's tensors and the arguments of collectives: element types, and elements in host memory.
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor, TensorData};
@@ -6,7 +6,8 @@ use burn_ddp_comm::DType;
 
 use crate::{Error, Result};
 
-/// Our name for a Burn dtype; `None` for what no collective carries (quantized, unsigned beyond u8, packed bools).
+/// The collectives' name for a Burn dtype; `None` for dtypes that no collective carries (i16, unsigned beyond u8,
+/// quantized, packed bools).
 pub(crate) fn comm_dtype(dtype: BurnDType) -> Option<DType> {
     Some(match dtype {
         BurnDType::F64 => DType::F64,
@@ -22,7 +23,7 @@ pub(crate) fn comm_dtype(dtype: BurnDType) -> Option<DType> {
     })
 }
 
-/// Burn's name for one of our dtypes.
+/// Burn's name for a dtype of the collectives.
 pub(crate) fn burn_dtype(dtype: DType) -> BurnDType {
     match dtype {
         DType::F64 => BurnDType::F64,
@@ -43,7 +44,7 @@ thread_local! {
     pub(crate) static UNREADABLE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Elements of a tensor, from its device. On Flex a tensor that has one holder gives its memory away: no copy.
+/// Reads the elements of a tensor from its device. On Flex, a tensor without other holders is moved and not copied.
 ///
 /// # Errors
 ///
@@ -56,7 +57,7 @@ pub(crate) fn data_of<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<
     tensor.try_into_data().map_err(|e| format!("{e:?}"))
 }
 
-/// Elements and their type, as collectives take them.
+/// Elements and their type, in the form that collectives take.
 pub(crate) fn with_dtype(data: TensorData) -> Result<(DType, TensorData)> {
     // Between ranks a bool is a byte, whatever the backend stores it as.
     let data = match data.dtype() {

@@ -1,4 +1,4 @@
-//! Writing a checkpoint on a thread of rank 0 while training goes on; directories that are open.
+//! Writing a checkpoint on a thread of rank 0 while training goes on; the directories that a rank has opened.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,12 @@ use std::thread::JoinHandle;
 
 use burn_ddp_comm::ProcessGroup;
 
+use crate::file_failure::FileFailure;
 use crate::{Result, main_first};
 
-type Outcome = std::result::Result<(), String>;
+type Outcome = std::result::Result<(), FileFailure>;
 
-/// The asynchronous write of one directory of checkpoints, if one is under way. All ranks know alike whether one is.
+/// The asynchronous write to one directory of checkpoints, if one is under way. Its presence is the same on all ranks.
 #[derive(Debug, Default)]
 pub(crate) struct BackgroundWrite(Mutex<State>);
 
@@ -29,7 +30,7 @@ enum State {
 pub(crate) struct OpenedDirectory {
     /// Its absolute path on rank 0's machine.
     pub(super) path: PathBuf,
-    /// Its lock and entries, as long as a handle or a thread that writes holds them.
+    /// Lock and entries of the directory, as long as a handle or a thread that writes holds them.
     state: Weak<dyn Any + Send + Sync>,
     /// The group of the handle that opened it.
     pub(crate) group: Arc<ProcessGroup>,
@@ -55,7 +56,7 @@ impl BackgroundWrite {
     ///
     /// # Errors
     ///
-    /// [`Error::File`](crate::Error::File) on every rank if rank 0 gets no thread; nothing is under way then.
+    /// [`Error::File`](crate::Error::File) on every rank if rank 0 cannot start the thread; no write is under way then.
     #[track_caller]
     pub(crate) fn start(
         &self,
@@ -65,7 +66,8 @@ impl BackgroundWrite {
     ) -> Result<()> {
         main_first::on_main(group, || {
             let thread = std::thread::Builder::new().name(format!("checkpoint {step}")).spawn(write);
-            *self.lock() = State::Here(thread.map_err(|e| format!("cannot start a thread to write checkpoints: {e}"))?);
+            let failed = |e| format!("cannot start a thread to write checkpoints: {e}");
+            *self.lock() = State::Here(thread.map_err(failed)?);
             Ok(())
         })?;
         if group.rank() != 0 {

@@ -5,15 +5,15 @@ use super::manifest::Manifest;
 /// Direction of a metric: its lowest or its highest value is the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Best {
-    /// As of a loss.
+    /// The lowest value is the best, as for a loss.
     Lowest,
-    /// As of an accuracy.
+    /// The highest value is the best, as for an accuracy.
     Highest,
 }
 
 impl Best {
-    /// The checkpoints that have a number as `metric`, the best first, those of equal numbers in the order of
-    /// `checkpoints`.
+    /// The checkpoints whose value `metric` is a number, the best first; checkpoints with equal numbers stay in the
+    /// order of `checkpoints`.
     pub(super) fn sort<'a, T>(self, metric: &str, checkpoints: &'a [(T, Manifest)]) -> Vec<&'a T> {
         let number = |manifest: &Manifest| manifest.values.get(metric).and_then(serde_json::Value::as_f64);
         let with_number = checkpoints.iter().filter_map(|(checkpoint, manifest)| Some((checkpoint, number(manifest)?)));

@@ -1,9 +1,9 @@
-//! A directory of checkpoints: which are complete, the choice of one, and writing a new one.
+//! A directory of checkpoints: finding the complete ones, choosing one of them, and writing a new one.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,8 +15,9 @@ use super::manifest::{self, Checksum, Manifest, VerifyError};
 use super::storage::Storage;
 use super::storage_choice;
 use super::writer::{Content, Contents};
+use crate::file_failure::{FileFailure, FileWork};
 
-/// Number of times that the directory is listed while another job removes what was listed.
+/// Largest number of listings of the directory while another job keeps removing listed checkpoints.
 const LISTINGS: usize = 100;
 
 /// Path and manifest of a complete checkpoint.
@@ -25,14 +26,14 @@ pub(super) type Found = Option<(PathBuf, String)>;
 /// Result of a search for a complete checkpoint.
 struct Search {
     complete: Option<(Name, String)>,
-    /// Checkpoints that were looked at before it and are damaged, each with its damage.
+    /// Damaged checkpoints that were verified before the complete one was found, each with its damage.
     damaged: Vec<String>,
 }
 
-/// Checkpoints to look at, in this order.
+/// Checkpoints to verify, in this order.
 struct Candidates {
     names: Vec<Name>,
-    /// Checkpoints that cannot be ordered because they are damaged, each with its damage.
+    /// Checkpoints whose manifest is damaged, so that they have no place in the order; each with its damage.
     damaged: Vec<String>,
 }
 
@@ -53,9 +54,9 @@ impl From<Vec<Name>> for Candidates {
 /// Checkpoints that stay when a new one is written.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Keep {
-    /// Number of the newest complete ones; `None` for all, or, with `best`, for the newest.
+    /// Number of newest complete checkpoints; `None` for all, or, with `best`, for the newest alone.
     pub(super) last: Option<usize>,
-    /// Number of the best complete ones, with the metric and its direction.
+    /// Number of best complete checkpoints, with the metric and its direction.
     pub(super) best: Option<(usize, String, Best)>,
 }
 
@@ -86,8 +87,8 @@ impl Directory {
         &self.path
     }
 
-    /// Locks the directory for this job, and removes what earlier jobs left unfinished.
-    fn own(&self) -> Result<(), String> {
+    /// Locks the directory for this job, and removes unfinished checkpoints of earlier jobs.
+    fn own(&self) -> Result<(), FileFailure> {
         let mut owned = self.owned();
         if owned.is_some() {
             return Ok(());
@@ -103,40 +104,43 @@ impl Directory {
     }
 
     /// Locks the directory for this job, which saves a checkpoint of `step` next.
-    pub(super) fn begin(&self, step: u64) -> Result<(), String> {
+    pub(super) fn begin(&self, step: u64) -> Result<(), FileFailure> {
         self.own()?;
         let newest = self.owned().as_ref().and_then(|owned| owned.newest);
         if let Some(newest) = newest.filter(|newest| step < *newest) {
-            return Err(format!(
+            let reason = format!(
                 "cannot save step {step}: {} holds a checkpoint of step {newest}; \
                  go on from that (`latest`), or use another directory",
                 self.path.display()
-            ));
+            );
+            return Err(FileFailure::from(reason).at(&self.path));
         }
         Ok(())
     }
 
     /// Makes a temporary directory for the files of a checkpoint of `step`. It is removed on drop.
-    pub(super) fn temporary_of(&self, step: u64) -> Result<TempDir, String> {
-        self.storage.temporary().map_err(|e| format!("{}: {e}", self.cannot_write(step)))
+    pub(super) fn temporary_of(&self, step: u64) -> Result<TempDir, FileFailure> {
+        self.storage.temporary().map_err(|e| self.writing(step).failed(e))
     }
 
-    /// The work that failed, for errors.
-    pub(super) fn cannot_write(&self, step: u64) -> String {
-        format!("cannot write the checkpoint of step {step} to {}", self.path.display())
+    /// The writing of a checkpoint, for errors.
+    pub(super) fn writing(&self, step: u64) -> FileWork {
+        let cannot = format!("cannot write the checkpoint of step {step} to {}", self.path.display());
+        FileWork { cannot, path: Some(self.path.clone()) }
     }
 
-    /// Writes those of `contents` that are not in their `temporary` directory yet, makes that a new checkpoint, and
-    /// removes those that are not to be kept. Needs [`begin`](Directory::begin).
-    pub(super) fn write(&self, contents: Contents, temporary: TempDir, keep: &Keep) -> Result<(), String> {
+    /// Writes the files of `contents` that are not in the `temporary` directory yet, makes the directory a new
+    /// checkpoint, and removes the checkpoints that `keep` does not keep. [`begin`](Directory::begin) must have
+    /// succeeded before.
+    pub(super) fn write(&self, contents: Contents, temporary: TempDir, keep: &Keep) -> Result<(), FileFailure> {
         let step = contents.manifest.step;
         let mut owned = self.owned();
         let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
-        let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", self.cannot_write(step));
-        let earlier = self.names().map_err(|e| failed(&e))?.into_iter().find(|other| other.step == step);
+        let writing = self.writing(step);
+        let earlier = self.names().map_err(|e| writing.failed(e))?.into_iter().find(|other| other.step == step);
         let name = Name { step, attempt: earlier.map_or(0, |other| other.attempt + 1) };
-        fill(temporary.path(), contents).map_err(|e| failed(&e))?;
-        self.storage.commit(&name.to_string(), temporary).map_err(|e| failed(&e))?;
+        fill(temporary.path(), contents).map_err(|e| writing.failed(e))?;
+        self.storage.commit(&name.to_string(), temporary).map_err(|e| writing.failed(e))?;
         self.known().insert(name, true);
         owned.newest = Some(step);
         if let Err(e) = self.prune(keep) {
@@ -146,19 +150,19 @@ impl Directory {
     }
 
     /// The newest complete checkpoint.
-    pub(super) fn newest(&self) -> Result<Found, String> {
+    pub(super) fn newest(&self) -> Result<Found, FileFailure> {
         self.found_by(self.first_complete(|names| Ok(names.into()))?)
     }
 
     /// The newest complete checkpoint of `step`.
-    pub(super) fn at(&self, step: u64) -> Result<Found, String> {
+    pub(super) fn at(&self, step: u64) -> Result<Found, FileFailure> {
         let of_step =
             |names: Vec<Name>| Ok(names.into_iter().filter(|name| name.step == step).collect::<Vec<_>>().into());
         self.found_by(self.first_complete(of_step)?)
     }
 
     /// The complete checkpoint that is best by `metric`.
-    pub(super) fn best(&self, metric: &str, best: Best) -> Result<Found, String> {
+    pub(super) fn best(&self, metric: &str, best: Best) -> Result<Found, FileFailure> {
         let by_metric = |names: Vec<Name>| {
             let Manifests { complete, damaged } = self.manifests(names)?;
             Ok(Candidates { names: best.sort(metric, &complete).into_iter().copied().collect(), damaged })
@@ -166,9 +170,9 @@ impl Directory {
         self.found_by(self.first_complete(by_metric)?)
     }
 
-    /// The result of `search`. Damaged checkpoints and no complete one are an error: a caller that takes them for none
-    /// would begin anew.
-    fn found_by(&self, search: Search) -> Result<Found, String> {
+    /// The result of `search`. If all checkpoints are damaged, it is an error and not `None`: a caller would take
+    /// `None` for an empty directory, and begin the training anew.
+    fn found_by(&self, search: Search) -> Result<Found, FileFailure> {
         match search.complete {
             None => self.refuse_damaged(&search.damaged).map(|()| None),
             complete => Ok(complete.map(|entry| self.found(entry))),
@@ -176,20 +180,21 @@ impl Directory {
     }
 
     /// Fails if there are damaged checkpoints.
-    fn refuse_damaged(&self, damaged: &[String]) -> Result<(), String> {
+    fn refuse_damaged(&self, damaged: &[String]) -> Result<(), FileFailure> {
         if damaged.is_empty() {
             return Ok(());
         }
-        Err(format!(
+        let reason = format!(
             "cannot load a checkpoint from {}, damaged: {}. To begin without, move what is damaged away, or use \
              another directory",
             self.path.display(),
             damaged.join("; ")
-        ))
+        );
+        Err(FileFailure::from(reason).at(&self.path).of_kind(ErrorKind::InvalidData))
     }
 
     /// All checkpoints whose manifests are complete, the newest first. An error if all are damaged.
-    pub(super) fn list(&self) -> Result<Vec<(PathBuf, String)>, String> {
+    pub(super) fn list(&self) -> Result<Vec<(PathBuf, String)>, FileFailure> {
         let (mut found, mut damaged) = (Vec::new(), Vec::new());
         for name in self.names()? {
             match self.manifest(name)? {
@@ -209,14 +214,14 @@ impl Directory {
     }
 
     /// Manifests of these checkpoints, in their order.
-    fn manifests(&self, names: Vec<Name>) -> Result<Manifests, String> {
+    fn manifests(&self, names: Vec<Name>) -> Result<Manifests, FileFailure> {
         let mut found = Manifests::default();
         for name in names {
             match self.manifest(name)? {
                 Some(Ok(text)) => {
                     let path = self.path.join(name.to_string());
-                    let manifest =
-                        Manifest::parse(&text).map_err(|e| format!("cannot load {}: {e}", path.display()))?;
+                    let failed = |e: String| VerifyError::Unsupported(e).failure("cannot load", &path);
+                    let manifest = Manifest::parse(&text).map_err(failed)?;
                     found.complete.push((name, manifest));
                 }
                 Some(Err(damage)) => found.damaged.push(damage),
@@ -227,7 +232,7 @@ impl Directory {
     }
 
     /// Text of a checkpoint's manifest, or its damage, which is also logged. `None` if the checkpoint was removed.
-    fn manifest(&self, name: Name) -> Result<Option<Result<String, String>>, String> {
+    fn manifest(&self, name: Name) -> Result<Option<Result<String, String>>, FileFailure> {
         let path = self.path.join(name.to_string());
         match manifest::read(&*self.storage, &name.to_string()) {
             Ok((text, _)) => Ok(Some(Ok(text))),
@@ -236,12 +241,15 @@ impl Directory {
                 tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display());
                 Ok(Some(Err(format!("{name}: {e}"))))
             }
-            Err(e) => Err(format!("cannot read {}: {e}", path.display())),
+            Err(e) => Err(e.failure("cannot read", &path)),
         }
     }
 
-    /// The first complete checkpoint of those that `order` returns, which gets all of them, the newest first.
-    fn first_complete(&self, order: impl Fn(Vec<Name>) -> Result<Candidates, String>) -> Result<Search, String> {
+    /// The first complete checkpoint in the order that `order` makes of all checkpoints, which it gets newest first.
+    fn first_complete(
+        &self,
+        order: impl Fn(Vec<Name>) -> Result<Candidates, FileFailure>,
+    ) -> Result<Search, FileFailure> {
         'listing: for _ in 0..LISTINGS {
             let names = self.names()?;
             let Candidates { names: ordered, mut damaged } = order(names.clone())?;
@@ -255,24 +263,22 @@ impl Directory {
                     }
                     // Another job removes a checkpoint when it has written a newer one.
                     Err(VerifyError::Vanished) => continue 'listing,
-                    Err(e @ VerifyError::Unsupported(_)) => return Err(format!("cannot load {}: {e}", path.display())),
-                    Err(e @ VerifyError::Unreadable(_)) => {
-                        return Err(format!(
-                            "cannot read {}: {e}; try again, or move it away to go on from an older checkpoint",
-                            path.display()
-                        ));
+                    Err(e @ VerifyError::Unsupported(_)) => return Err(e.failure("cannot load", &path)),
+                    Err(VerifyError::Unreadable(kind, e)) => {
+                        let e = format!("{e}; try again, or move it away to go on from an older checkpoint");
+                        return Err(VerifyError::Unreadable(kind, e).failure("cannot read", &path));
                     }
                 }
             }
-            // A listing may miss what is renamed meanwhile.
+            // A listing may miss a checkpoint that is renamed meanwhile.
             if self.names()? == names {
                 return Ok(Search { complete: None, damaged });
             }
         }
-        Err(format!("cannot read {}: checkpoints are removed faster than they are read", self.path.display()))
+        Err(self.cannot_read("checkpoints are removed faster than they are read"))
     }
 
-    /// Compares a checkpoint with its checksums, and notes what is found.
+    /// Compares a checkpoint with its checksums, and notes in `known` whether it is complete.
     fn verify(&self, name: Name) -> Result<String, VerifyError> {
         let found = manifest::verify(&*self.storage, &name.to_string());
         match &found {
@@ -284,17 +290,22 @@ impl Directory {
     }
 
     /// Names of all checkpoints, the newest first.
-    fn names(&self) -> Result<Vec<Name>, String> {
-        let found = self.storage.names().map_err(|e| format!("cannot read {}: {e}", self.path.display()))?;
+    fn names(&self) -> Result<Vec<Name>, FileFailure> {
+        let found = self.storage.names().map_err(|e| self.cannot_read(e))?;
         let mut names: Vec<Name> = found.iter().filter_map(|name| Name::parse(name)).collect();
         names.sort_unstable();
         names.reverse();
         Ok(names)
     }
 
-    /// Removes the checkpoints that are older than the last complete ones that `keep` wants, but for the best ones.
-    /// Damaged ones do not count. Nothing is removed if a checkpoint cannot be read now: it may be one of the best.
-    fn prune(&self, keep: &Keep) -> Result<(), String> {
+    fn cannot_read(&self, cause: impl Into<FileFailure>) -> FileFailure {
+        FileFailure::of(format!("cannot read {}", self.path.display()), &self.path, cause)
+    }
+
+    /// Removes the checkpoints that are older than the newest complete ones that `keep` keeps, except the best ones.
+    /// Damaged ones do not count. Nothing is removed if a checkpoint cannot be read now, since it may be one of the
+    /// best.
+    fn prune(&self, keep: &Keep) -> Result<(), FileFailure> {
         if keep.last.is_none() && keep.best.is_none() {
             return Ok(());
         }
@@ -322,13 +333,13 @@ impl Directory {
 
     /// True if the checkpoint is complete. Reads it, unless this process has read or written it before; an error if it
     /// cannot be read now.
-    fn is_complete(&self, name: Name) -> Result<bool, String> {
+    fn is_complete(&self, name: Name) -> Result<bool, FileFailure> {
         if let Some(known) = self.known().get(&name) {
             return Ok(*known);
         }
         match self.verify(name) {
             Ok(_) => Ok(true),
-            Err(VerifyError::Unreadable(reason)) => Err(format!("{name}: {reason}")),
+            Err(VerifyError::Unreadable(_, reason)) => Err(format!("{name}: {reason}").into()),
             Err(e) => {
                 tracing::warn!("{} does not count as a checkpoint: {e}", self.path.join(name.to_string()).display());
                 Ok(false)
@@ -345,7 +356,7 @@ impl Directory {
     }
 }
 
-/// Writes those of `contents` that are not in `folder` yet, the manifest last.
+/// Writes the files of `contents` that are not in `folder` yet, the manifest last.
 fn fill(folder: &Path, mut contents: Contents) -> io::Result<()> {
     let write = |name: &str, bytes: &[u8]| {
         let mut file = File::create_new(folder.join(name))?;
@@ -370,7 +381,6 @@ fn fill(folder: &Path, mut contents: Contents) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::ErrorKind;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
@@ -385,7 +395,7 @@ mod tests {
     }
 
     impl Storage for Unsteady {
-        fn own(&self) -> Result<Box<dyn Any + Send>, String> {
+        fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure> {
             self.folder.own()
         }
 
@@ -434,7 +444,7 @@ mod tests {
         directory.storage = Arc::new(Unsteady { folder: directory.storage.clone(), fails: fails.clone() });
         let keep = Keep { last: Some(1), best: Some((1, "loss".into(), Best::Lowest)) };
         let steps = || directory.names().unwrap().iter().map(|name| name.step).collect::<Vec<_>>();
-        let error = directory.prune(&keep).unwrap_err();
+        let error = directory.prune(&keep).unwrap_err().to_string();
         assert!(error.contains(MODEL), "{error}");
         assert_eq!(steps(), [3, 2, 1]);
         fails.store(false, Ordering::Relaxed);

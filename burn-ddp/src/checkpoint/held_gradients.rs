@@ -1,7 +1,7 @@
-//! Gradients of micro-batches that wait for their reduction when a checkpoint is saved.
+//! Gradients of micro-batches that were not reduced yet when a checkpoint is saved.
 //!
-//! Each rank's sums are written as they are: in a world of the same size each rank gets its own back, and the next
-//! reduction has the bits of an uninterrupted run. Sums that were reduced at `save` would be added in another order.
+//! Each rank's sums are written as they are: in a world of the same size each rank gets its own sums back, and the next
+//! reduction has the bits of an uninterrupted run. A reduction at `save` would add the sums in another order.
 
 use std::sync::Arc;
 
@@ -9,16 +9,17 @@ use burn::module::Module;
 use burn::tensor::{Bytes, Device, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
+use crate::file_failure::FileFailure;
 use crate::gradients::{HeldBatches, Sum};
 use crate::intercept::WrappedModel;
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::burnpack_tensors::{StoredTensor, tensors};
-use crate::model::burnpack_writer::Source;
+use crate::model::burnpack_writer::{Source, Write};
 use crate::model::schema::Schema;
 use crate::tensor_conversion::burn_dtype;
 use crate::{Error, Result, agreement, main_first};
 
-/// The micro-batches of each rank, and the sums over them, for the wrapped models in a module.
+/// The micro-batches that each rank holds, and the sums of their gradients, for the wrapped models in a module.
 pub(super) struct HeldGradients {
     /// By wrapped model and rank.
     pub(super) batches: Vec<Vec<HeldBatches>>,
@@ -31,13 +32,14 @@ pub(super) struct HeldSum {
     /// Number of the wrapped model in the module.
     nth: usize,
     slot: usize,
-    /// The rank that holds it, and this rank.
+    /// The rank that holds the sum.
     holder: usize,
+    /// This rank.
     rank: usize,
 }
 
-/// True if `model`, which has this `schema`, is trained: copies for evaluation or a moving average have no gradients,
-/// though they share the taps of the model that has.
+/// True if `model`, which has this `schema`, is trained. Copies for evaluation or a moving average are not: they have
+/// no gradients, though they share the taps of the model that is trained.
 pub(super) fn is_trained<M: Module>(model: &M, schema: &Schema) -> bool {
     schema.entries.iter().any(|entry| entry.trainable) && model.devices().iter().any(Device::is_autodiff)
 }
@@ -139,7 +141,7 @@ impl Source for HeldSum {
         Ok(Bytes::from_bytes_vec(whole))
     }
 
-    fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String> {
+    fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure> {
         match whole {
             Some(whole) => write(&whole),
             None => write(self.read()?.bytes()),
@@ -187,12 +189,12 @@ pub(super) fn check(models: &[Arc<WrappedModel>], batches: &[Vec<HeldBatches>]) 
     Ok(())
 }
 
-/// Gives each rank its micro-batches and sums from rank 0's `file`; in a world of another size rank r those of all
-/// ranks whose number is r modulo the size. *Collective*.
+/// Gives each rank its micro-batches and sums from rank 0's `file`. In a world of another size, rank r gets those of
+/// all ranks of the checkpoint whose number modulo the size is r. *Collective*.
 ///
 /// # Errors
 ///
-/// On every rank: [`Error::File`] if rank 0 cannot read; [`Error::Invalid`] if a sum is of no parameter.
+/// On every rank: [`Error::File`] if rank 0 cannot read; [`Error::Invalid`] if a sum belongs to no parameter.
 #[track_caller]
 pub(super) fn load(
     group: &ProcessGroup,
@@ -218,7 +220,8 @@ pub(super) fn load(
             match bytes.len() == sum.len_bytes() {
                 true => Ok(()),
                 false => {
-                    Err(format!("has {} bytes for gradient {name}, and {} were expected", bytes.len(), sum.len_bytes()))
+                    let (has, expected) = (bytes.len(), sum.len_bytes());
+                    Err(format!("has {has} bytes for gradient {name}, and {expected} were expected").into())
                 }
             }
         })?;
@@ -236,7 +239,7 @@ pub(super) fn load(
     Ok(())
 }
 
-/// The sum that a tensor of the file is.
+/// The sum whose values the tensor `name` of the file holds.
 fn find(models: &[Arc<WrappedModel>], name: &str) -> Result<HeldSum> {
     let unknown = || Error::invalid(format!("{name} is no gradient of a parameter of the wrapped model"));
     let (nth, holder, path) = parts_of(name).ok_or_else(unknown)?;
@@ -250,7 +253,7 @@ fn of_rank(held: &[HeldBatches], rank: usize, world: usize) -> HeldBatches {
     if held.len() == world {
         return held[rank];
     }
-    // All ranks count alike, or a step would end on some of them only.
+    // All ranks must have the same count, or a step would end on some of them earlier than on the others.
     let count = held.iter().map(|held| held.count).max().unwrap_or_default();
     let items = held.iter().skip(rank).step_by(world).map(|held| held.items).sum();
     HeldBatches { count, items, reduction: held[0].reduction }

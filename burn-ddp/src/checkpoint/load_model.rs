@@ -91,7 +91,7 @@ struct LoadParts<'a> {
     file: Option<TensorFile>,
     parts: HashMap<String, Part>,
     path: Vec<String>,
-    /// The first error, which is that of all ranks; nothing is read after it.
+    /// The first error, the same on all ranks; nothing is read after it.
     error: Option<Error>,
 }
 
@@ -105,7 +105,8 @@ impl LoadParts<'_> {
             let loaded = mapper.on_load(tensor(file.tensor(path)?, &value.without_autodiff()));
             let (dims, is) = (loaded.dims(), loaded.dtype());
             if dims[..] != *part.dims() || is != dtype {
-                return Err(format!("{path} is {:?} {dtype:?} in the model, but {dims:?} {is:?} here", part.dims()));
+                let (model, here) = (part.dims(), format!("{dims:?} {is:?} here"));
+                return Err(format!("{path} is {model:?} {dtype:?} in the model, but {here}").into());
             }
             let data = data_of(loaded).map_err(|e| unreadable(path, &e).to_string())?;
             whole = data.into_bytes();
@@ -116,7 +117,7 @@ impl LoadParts<'_> {
     }
 }
 
-/// The bytes of this rank, of those that rank 0 has of all. *Collective*: `ranges[r]` are those of rank `r`.
+/// Sends each rank its part of rank 0's `whole`: rank `r` gets the bytes at `ranges[r]`. *Collective*.
 #[track_caller]
 pub(super) fn send_rows(group: &ProcessGroup, whole: &[u8], ranges: &[std::ops::Range<usize>]) -> Result<Vec<u8>> {
     if group.rank() > 0 {

@@ -1,5 +1,5 @@
-//! Loading the state of an optimizer from a checkpoint: rank 0 reads it piece by piece, and each rank gets the whole,
-//! or, of sharded parameters, its rows.
+//! Loading the state of an optimizer from a checkpoint: rank 0 reads it piece by piece, and each rank gets all of it,
+//! but of sharded parameters only its rows.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,13 +17,12 @@ use crate::optimizer::state::{Ids, ids_of, read, renamed, warn_of_detour};
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, main_first};
 
-/// Bytes of a broadcast, so that its deadline bounds how slow the network may be and not how large the state; an engine
-/// may hold copies of as many.
+/// Bytes of one broadcast, so that its deadline limits how slow the network may be, and not how large the state. An
+/// engine may hold copies of as many bytes.
 const CHUNK_BYTES: usize = 4 << 20;
 
 /// Returns `optim` with the state in rank 0's `file`, which was saved for a model with the ids `saved_ids`.
-/// *Collective*. Burn loads a whole record: a rank needs host memory for its state once beside that which Burn makes of
-/// it.
+/// *Collective*. Burn loads a whole record, so a rank needs host memory for its encoded state besides the loaded one.
 ///
 /// # Errors
 ///
@@ -51,17 +50,17 @@ pub(super) fn load<M: Module>(
     agreement::on_outcome(group, &work, read(optim, record))
 }
 
-/// Data that are alike on all ranks, or the rows of one tensor.
+/// A range of the file's data that all ranks get, or one tensor of which each rank gets its rows.
 struct Piece {
     /// Place in the data of the file.
     from: Range<usize>,
-    /// Place of this rank's in its record.
+    /// Place of this rank's bytes in its record.
     to: Range<usize>,
-    /// Bytes of each rank in `from`; `None` if all get the same.
+    /// Bytes of each rank in `from`; `None` if all ranks get all of `from`.
     ranges: Option<Vec<Range<usize>>>,
 }
 
-/// This rank's record without its data, and the pieces that they are read in.
+/// This rank's record with space for its data, and the pieces in which the data are read.
 fn record<M: Module>(
     optim: &ModuleOptimizer,
     model: &M,
@@ -82,7 +81,7 @@ fn record<M: Module>(
         end = start + stored.len_bytes;
         own.push(stored);
         match pieces.last_mut() {
-            // Goes on where the last one ends, here and there.
+            // The tensor follows the last piece in the file and in the record: the piece is extended.
             Some(last)
                 if ranges.is_none()
                     && last.ranges.is_none()
@@ -101,7 +100,7 @@ fn record<M: Module>(
     Ok((record, pieces))
 }
 
-/// Makes `stored` this rank's part of a tensor. Returns the bytes of each rank in the whole.
+/// Turns `stored`, a whole tensor, into this rank's part of it. Returns the bytes of each rank in the whole tensor.
 fn rows(stored: &mut StoredTensor, path: &str, part: &Part) -> Result<Vec<Range<usize>>, String> {
     if stored.dims != part.dims() {
         let (dims, whole) = (&stored.dims, part.dims());
@@ -128,7 +127,7 @@ impl Piece {
         }
         let mut from = self.from.start;
         for chunk in own.chunks_mut(CHUNK_BYTES) {
-            main_first::on_main(group, || file.map_or(Ok(()), |file| file.fill(from, chunk)))?;
+            main_first::on_main(group, || Ok(file.map_or(Ok(()), |file| file.fill(from, chunk))?))?;
             group.broadcast_bytes(DType::U8, chunk, 0)?;
             from += chunk.len();
         }

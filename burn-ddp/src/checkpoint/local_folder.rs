@@ -1,4 +1,4 @@
-//! Checkpoints in a folder of rank 0's machine: its lock, and what makes a new checkpoint durable.
+//! Checkpoints in a folder of rank 0's machine: the lock of the folder, and the syncs that make a checkpoint durable.
 
 use std::any::Any;
 use std::fs::{self, File, TryLockError};
@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use super::leftover;
 use super::storage::{Storage, TEMPORARY};
+use crate::file_failure::FileFailure;
 
 const LOCK: &str = ".lock";
 
@@ -22,7 +23,7 @@ struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing does not unlock: a child process between fork and exec has the file open, too.
+        // Closing the file would not unlock it while a child process between fork and exec has it open, too.
         let _ = self.0.unlock();
     }
 }
@@ -32,12 +33,15 @@ impl LocalFolder {
         LocalFolder(path.to_path_buf())
     }
 
-    fn lock(&self) -> Result<Lock, String> {
+    fn lock(&self) -> Result<Lock, FileFailure> {
         let path = self.0.join(LOCK);
-        let failed = |e: io::Error| format!("cannot lock {}: {e}", path.display());
+        let failed = |e: io::Error| FileFailure::of(format!("cannot lock {}", path.display()), &path, e);
         let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
         lock.try_lock().map_err(|e| match e {
-            TryLockError::WouldBlock => format!("cannot save to {}: another job saves there", self.0.display()),
+            TryLockError::WouldBlock => {
+                let cannot = format!("cannot save to {}", self.0.display());
+                FileFailure::of(cannot, &self.0, "another job saves there").of_kind(ErrorKind::ResourceBusy)
+            }
             TryLockError::Error(e) => failed(e),
         })?;
         Ok(Lock(lock))
@@ -45,9 +49,10 @@ impl LocalFolder {
 }
 
 impl Storage for LocalFolder {
-    fn own(&self) -> Result<Box<dyn Any + Send>, String> {
+    fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure> {
         let lock = self.lock()?;
-        leftover::remove_all(&self.0, TEMPORARY).map_err(|e| format!("cannot read {}: {e}", self.0.display()))?;
+        let failed = |e: io::Error| FileFailure::of(format!("cannot read {}", self.0.display()), &self.0, e);
+        leftover::remove_all(&self.0, TEMPORARY).map_err(failed)?;
         Ok(Box::new(lock))
     }
 
@@ -88,12 +93,13 @@ impl Storage for LocalFolder {
 }
 
 /// Makes the directory and those above it that are missing, durably. Returns its absolute path.
-pub(super) fn make(path: &Path) -> Result<PathBuf, String> {
+pub(super) fn make(path: &Path) -> Result<PathBuf, FileFailure> {
     if path.is_file() {
-        return Err(format!("cannot keep checkpoints in {}: that is a file; give a directory", path.display()));
+        let cannot = format!("cannot keep checkpoints in {}", path.display());
+        return Err(FileFailure::of(cannot, path, "that is a file; give a directory").of_kind(ErrorKind::NotADirectory));
     }
     let made = make_dirs(path, sync_dir).and_then(|()| path.canonicalize());
-    made.map_err(|e| format!("cannot make the directory {}: {e}", path.display()))
+    made.map_err(|e| FileFailure::of(format!("cannot make the directory {}", path.display()), path, e))
 }
 
 /// Makes a directory and those above it that are missing, and calls `sync` for the parent of each.
@@ -119,7 +125,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = LocalFolder::new(dir.path());
         let first = folder.lock().unwrap();
-        assert!(folder.own().unwrap_err().contains("another job saves there"));
+        assert!(folder.own().unwrap_err().to_string().contains("another job saves there"));
         // The file as a child process has it between fork and exec.
         let inherited = first.0.try_clone().unwrap();
         drop(first);

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::storage::Storage;
+use crate::file_failure::FileFailure;
 use crate::gradients::HeldBatches;
 use crate::model::schema::Entry;
 use crate::optimizer::state::Ids;
@@ -30,10 +32,10 @@ pub(super) struct Manifest {
     pub(super) files: BTreeMap<String, Checksum>,
     /// Parameters and buffers in traversal order, by name of the file.
     pub(super) models: BTreeMap<String, Vec<Entry>>,
-    /// Paths of the parameters whose state the file holds, each with the id it is stored under; by name of the file.
+    /// Paths of the parameters whose state the file holds, each with its id in the file; by name of the file.
     pub(super) optimizers: BTreeMap<String, Ids>,
-    /// Micro-batches that the ranks held, by name of the model's file: of each wrapped model in it those of each rank.
-    /// Empty for a trained model of which no rank held any; missing for a copy that is not trained.
+    /// Micro-batches that the ranks held, by name of the model's file: for each wrapped model in the file, those of
+    /// each rank. An empty list for a trained model if no rank held any; no entry for a copy that is not trained.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) held: BTreeMap<String, Vec<Vec<HeldBatches>>>,
     /// Serde values, by name.
@@ -133,13 +135,25 @@ pub(super) enum VerifyError {
     /// Not there any more: another job has removed it.
     Vanished,
     /// The storage does not answer, or refuses to: the checkpoint may be complete.
-    Unreadable(String),
+    Unreadable(ErrorKind, String),
+}
+
+impl VerifyError {
+    /// The failure to do something with the checkpoint at `path` for this reason.
+    pub(super) fn failure(&self, cannot: &str, path: &Path) -> FileFailure {
+        let failure = FileFailure::of(format!("{cannot} {}", path.display()), path, self.to_string());
+        match self {
+            VerifyError::Corrupt(_) => failure.of_kind(ErrorKind::InvalidData),
+            VerifyError::Unreadable(kind, _) => failure.of_kind(*kind),
+            VerifyError::Unsupported(_) | VerifyError::Vanished => failure,
+        }
+    }
 }
 
 impl fmt::Display for VerifyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            VerifyError::Corrupt(reason) | VerifyError::Unsupported(reason) | VerifyError::Unreadable(reason) => {
+            VerifyError::Corrupt(reason) | VerifyError::Unsupported(reason) | VerifyError::Unreadable(_, reason) => {
                 f.write_str(reason)
             }
             VerifyError::Vanished => f.write_str("it was removed"),
@@ -177,21 +191,21 @@ pub(super) fn read(storage: &dyn Storage, checkpoint: &str) -> Result<(String, M
     Ok((text, manifest))
 }
 
-/// The meaning of an error of reading a file of a checkpoint.
+/// The reason why a checkpoint cannot be loaded, from the I/O error of reading one of its files.
 fn verify_error(storage: &dyn Storage, checkpoint: &str, name: &str, error: &io::Error) -> VerifyError {
-    // A checkpoint that is removed loses its name first.
+    // A job that removes a checkpoint renames it first, and then removes its files.
     match storage.contains(checkpoint) {
         Ok(true) => {}
         Ok(false) => return VerifyError::Vanished,
-        Err(e) => return VerifyError::Unreadable(e.to_string()),
+        Err(e) => return VerifyError::Unreadable(e.kind(), e.to_string()),
     }
     let reason = format!("{name}: {error}");
     match error.kind() {
-        // A file is missing, or not what it was.
+        // A file is missing or damaged.
         ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::IsADirectory | ErrorKind::InvalidData => {
             VerifyError::Corrupt(reason)
         }
-        _ => VerifyError::Unreadable(reason),
+        kind => VerifyError::Unreadable(kind, reason),
     }
 }
 

@@ -1,14 +1,17 @@
-//! Checkpoints: everything a run needs to go on, saved as one unit by [`Checkpoints`].
+//! Checkpoints: all state that a run needs to be resumed, saved as one unit by [`Checkpoints`].
 //!
-//! Rank 0 writes and reads, and sends what it read. So the directory needs to be on its machine only, or on
-//! S3-compatible storage, and a checkpoint of any number of ranks is loaded by any other number.
+//! Only rank 0 writes and reads files, on its machine or on S3-compatible storage. It sends their contents to the other
+//! ranks, so any number of ranks can load a checkpoint that any other number has saved.
 //!
-//! Three ways to save, and when to use which:
+//! In the costs below a *round* is an all-gather of small messages: two steps, in which a rank sends some bytes to each
+//! other rank; rank 0 adds the manifests of checkpoints it has found. While rank 0 works on files, the ranks make a
+//! round at least every 5 seconds, so that they wait as long as rank 0 is alive. A method of [`Checkpoints`] makes one
+//! round more if it must wait for an asynchronous save.
 //!
 //! | | saves | for |
 //! |---|---|---|
 //! | [`Ddp::save`] | one model, in a file that plain Burn reads | the trained model: inference, other programs |
-//! | [`Ddp::checkpoints`] | models, optimizers, schedules, values, as one unit | your own loop, to be resumed |
+//! | [`Ddp::checkpoints`] | models, optimizers, schedules, values, as one unit | resuming your own training loop |
 //! | `DdpTrainer::checkpointer` | the records of Burn's `Learner`, each epoch | Burn's trainer without a shared disk |
 
 pub(crate) mod background_write;
@@ -37,15 +40,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::ddp::Ddp;
+use crate::file_failure::FileFailure;
 use crate::{Error, Result, agreement, main_first};
 use background_write::{BackgroundWrite, OpenedDirectory};
 pub use best_checkpoint::Best;
-use directory::{Directory, Keep};
+use directory::{Directory, Found, Keep};
 pub use saved_checkpoint::Checkpoint;
 pub(crate) use storage_choice::scheme;
 pub use writer::CheckpointWriter;
 
-/// A directory of checkpoints, each of which is complete or not there at all; from [`Ddp::checkpoints`].
+/// A directory of checkpoints, each of which is complete or absent; from [`Ddp::checkpoints`].
 ///
 /// # Example
 ///
@@ -94,17 +98,17 @@ pub struct Checkpoints {
     keep: Keep,
     asynchronous: bool,
     background: Arc<BackgroundWrite>,
-    /// True once the user was warned of a model that is not wrapped.
+    /// True once a model that is not wrapped was logged.
     warned: AtomicBool,
 }
 
 impl Ddp {
-    /// The checkpoints in `directory` on rank 0's machine, which is created if missing. *Collective*. A job may open a
-    /// directory several times, with settings of their own; its saves and waits come one after the other.
+    /// The checkpoints in `directory` on rank 0's machine; a missing directory is created. *Collective*, one
+    /// [round](self). A job may open a directory several times, with different settings; saves run one after the other.
     ///
     /// With the feature `s3`, `directory` may be `"s3://bucket/prefix"`: S3-compatible storage, with the settings of
-    /// rank 0's `AWS_*` variables. Files of a checkpoint are made in rank 0's folder for temporary files, and uploaded.
-    /// The directory has no lock: a later job that saves to it takes it over.
+    /// rank 0's `AWS_*` variables. Rank 0 writes the files of a checkpoint to its folder for temporary files, and
+    /// uploads them. A directory on S3 has no lock: a later job that saves to it takes it over.
     ///
     /// # Errors
     ///
@@ -144,9 +148,8 @@ impl Ddp {
 }
 
 impl Checkpoints {
-    /// Removes all but the `n` newest complete checkpoints (at least 1) after each save. By default all stay.
-    ///
-    /// A damaged checkpoint does not count; it goes when `n` newer ones are complete.
+    /// After each save, removes all but the `n` newest complete checkpoints (at least 1). By default all stay. A
+    /// damaged checkpoint does not count; it is removed when `n` newer ones are complete.
     ///
     /// # Example
     ///
@@ -170,9 +173,9 @@ impl Checkpoints {
         self
     }
 
-    /// Removes all but the `n` complete checkpoints that are best by the value saved as `c.value(metric, &number)`, and
-    /// the newest one, or those of [`keep_last`](Self::keep_last), after each save. Of equal ones the newer is better;
-    /// those without the value are never the best.
+    /// After each save, keeps the `n` complete checkpoints that are best by the value saved as `c.value(metric,
+    /// &number)`, and those of [`keep_last`](Self::keep_last) (without it, the newest one); removes all others. Of two
+    /// checkpoints with equal values the newer is better; a checkpoint without the value is never the best.
     ///
     /// ```
     /// use burn_ddp::checkpoint::Best;
@@ -197,9 +200,9 @@ impl Checkpoints {
         self
     }
 
-    /// If true, [`save`](Checkpoints::save) returns when everything is copied to host memory, and a thread of rank 0
-    /// writes it. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its
-    /// error on every rank.
+    /// If true, [`save`](Checkpoints::save) returns when rank 0 holds a copy of the contents in host memory, and a
+    /// thread of rank 0 writes them. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that
+    /// thread and returns its error on every rank.
     ///
     /// # Example
     ///
@@ -225,16 +228,17 @@ impl Checkpoints {
     /// Saves what `fill` writes, as the state after `step` optimizer steps. *Collective*; `fill` runs on every rank,
     /// and rank 0's contents are written.
     ///
-    /// When it returns (asynchronously: when the wait for it does), the checkpoint is durably on the disk. It appears
-    /// complete or not at all: files are written under a temporary name, synced, and renamed at last. Steps must not
-    /// decrease; saving a step again makes a second checkpoint of it, which [`latest`](Checkpoints::latest) then
-    /// returns. Rank 0 may write for longer than the deadline of a collective: the others wait as long as it lives.
+    /// When `save` (if [asynchronous](Checkpoints::asynchronous): the wait for it) returns, the checkpoint is durably
+    /// on the disk. It appears complete or not at all: rank 0 writes files under a temporary name, syncs them, and
+    /// renames their directory last. Steps must not decrease; saving a step again makes a second checkpoint of it,
+    /// which [`latest`](Checkpoints::latest) then returns. Rank 0 may write for longer than the deadline of a
+    /// collective. Costs five [rounds](self) and the calls in `fill`.
     ///
     /// # Errors
     ///
     /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
-    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the
-    /// ranks save different steps; [`Error::Comm`] if a rank does not call it.
+    /// writes to the directory, or the directory holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails
+    /// or the ranks save different steps; [`Error::Comm`] if a rank does not call it.
     ///
     /// # Example
     ///
@@ -286,8 +290,8 @@ impl Checkpoints {
         })?;
         let streams_to = temporary.as_ref().map(|temporary| temporary.path().to_path_buf());
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main(), streams_to);
-        let cannot_write = self.directory.cannot_write(step);
-        let filled = fill(&mut CheckpointWriter::new(&mut contents, group, &cannot_write));
+        let writing = self.directory.writing(step);
+        let filled = fill(&mut CheckpointWriter::new(&mut contents, group, &writing));
         let differing = contents.end(group, filled)?;
         if let Some(name) = differing.first().filter(|_| self.ddp.is_main() && !self.warned.swap(true, Relaxed)) {
             tracing::warn!(
@@ -308,11 +312,12 @@ impl Checkpoints {
         }
     }
 
-    /// Waits for the last [asynchronous](Checkpoints::asynchronous) save. *Collective*.
+    /// Waits for the last [asynchronous](Checkpoints::asynchronous) save. *Collective*. Costs one
+    /// [round](self); nothing if no save is under way.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] on every rank if rank 0 could not write it.
+    /// [`Error::File`] on every rank if rank 0 could not write the checkpoint.
     ///
     /// # Example
     ///
@@ -322,10 +327,10 @@ impl Checkpoints {
         self.background.wait(self.ddp.group())
     }
 
-    /// The newest complete checkpoint, the same one on all ranks; `None` if there is none. *Collective*.
+    /// The newest complete checkpoint, the same on all ranks; `None` if there is none. *Collective*, one [round](self).
     ///
-    /// Compares the checksum of every file, and skips corrupt checkpoints with a warning in the log. Another job may
-    /// save and remove checkpoints meanwhile. Rank 0 logs the result at level `info` (target `burn_ddp::checkpoint`).
+    /// Rank 0 compares the checksum of every file, and skips corrupt checkpoints with a warning. Another job may save
+    /// and remove checkpoints meanwhile. Rank 0 logs the result at level `info` (target `burn_ddp::checkpoint`).
     ///
     /// # Errors
     ///
@@ -375,8 +380,8 @@ impl Checkpoints {
         Ok(latest)
     }
 
-    /// The complete checkpoint of `step`, the last one if it was saved more than once; `None` if there is none.
-    /// *Collective*. Compares the checksum of every file.
+    /// The complete checkpoint of `step`, the last one if the step was saved more than once; `None` if there is none.
+    /// *Collective*. Rank 0 compares the checksum of every file. Costs two [rounds](self).
     ///
     /// # Errors
     ///
@@ -392,7 +397,8 @@ impl Checkpoints {
     }
 
     /// The complete checkpoint that is best by the value saved as `c.value(metric, &number)`, the newest of equal ones;
-    /// `None` if no checkpoint has the value. *Collective*. Compares the checksum of every file.
+    /// `None` if no checkpoint has the value. *Collective*. Rank 0 reads all manifests, and compares the checksums of
+    /// the files of the best checkpoint. Costs two [rounds](self).
     ///
     /// # Errors
     ///
@@ -409,8 +415,8 @@ impl Checkpoints {
 
     /// All checkpoints, the newest first, the same ones on all ranks. *Collective*.
     ///
-    /// Reads no more than their manifests, whose checksums it compares: a file that is damaged is an error when it is
-    /// loaded. Their [values](Checkpoint::value) are at hand to choose one by.
+    /// Rank 0 reads and checks the manifests only: a damaged model or optimizer file is an error when it is loaded. The
+    /// [values](Checkpoint::value) of each checkpoint need no further communication. One [round](self).
     ///
     /// # Errors
     ///
@@ -444,7 +450,7 @@ impl Checkpoints {
     }
 
     #[track_caller]
-    fn choose(&self, find: impl FnOnce(&Directory) -> Result<directory::Found, String>) -> Result<Option<Checkpoint>> {
+    fn choose(&self, find: impl FnOnce(&Directory) -> Result<Found, FileFailure>) -> Result<Option<Checkpoint>> {
         self.wait()?;
         let found = main_first::on_main(self.ddp.group(), || find(&self.directory))?;
         found.map(|(path, manifest)| self.found(path, &manifest)).transpose()

@@ -20,10 +20,10 @@ use super::object_transfer::{self, Store};
 
 /// Variable with the seconds in which a request is tried again while the storage cannot be reached or fails.
 const RETRY: &str = "BURN_DDP_STORAGE_RETRY";
-/// A save ends within two and a half minutes after the storage went away: 10 s may pass before the last try, 30 s in
-/// it, and three times [`object_transfer::AFTER_FAILURE`] after it.
+/// A save ends within two and a half minutes after the storage became unreachable: 10 s may pass before the last try,
+/// 30 s in it, and three times [`object_transfer::AFTER_FAILURE`] after it.
 const DEFAULT_RETRY: Duration = Duration::from_secs(90);
-/// Requests are tried again with the credentials of the first try, which are good for five minutes.
+/// Requests are tried again with the credentials of the first try, which are valid for five minutes.
 const LONGEST_RETRY: Duration = Duration::from_secs(300);
 /// Prefix of the objects that hold the ids of uploads under way.
 const UPLOADS: &str = ".burn-ddp-uploads";
@@ -39,7 +39,7 @@ pub(super) struct Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // Dropping it as it is would panic in an async function of the caller's.
+        // Dropping a runtime would panic inside an async function of the caller.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -52,7 +52,8 @@ impl Connection {
         Ok(Connection { store, prefix, runtime: Some(runtime) })
     }
 
-    /// Waits for `work` on a thread of its own: the caller's may belong to an async runtime, which forbids to wait.
+    /// Waits for `work` on a thread of its own: the caller's thread may belong to an async runtime, which forbids
+    /// blocking.
     pub(super) fn wait<T: Send>(&self, work: impl Future<Output = io::Result<T>> + Send) -> io::Result<T> {
         let runtime = self.runtime.as_ref().ok_or(ErrorKind::BrokenPipe)?;
         let done = std::thread::scope(|scope| {
@@ -115,7 +116,7 @@ impl Connection {
     }
 }
 
-/// What a URL and the environment say.
+/// Settings of the storage, from a URL and the environment.
 pub(super) struct Settings {
     pub(super) store: AmazonS3,
     pub(super) prefix: Key,
@@ -141,7 +142,7 @@ pub(super) fn settings(url: &Path) -> Result<Settings, String> {
     if endpoint.starts_with("http://") {
         builder = builder.with_allow_http(true);
     }
-    // Credentials are asked for with the usual, shorter retries: without any the caller learns it soon.
+    // Credentials are requested with the usual, shorter retries, so that missing credentials are an error soon.
     let credentials = builder.clone().build().map_err(|e| failed(&e))?.credentials().clone();
     // Waits grow from 0.1 to 10 seconds: the next is a random one below four times the last.
     let (init_backoff, max_backoff) = (Duration::from_millis(100), Duration::from_secs(10));
@@ -159,7 +160,7 @@ fn retry_time(variable: Option<OsString>) -> Result<Duration, String> {
         .ok_or_else(|| format!("{RETRY}={text:?} is not a number of seconds from 0 to {}", LONGEST_RETRY.as_secs()))
 }
 
-/// Adds to an error of the storage what to check.
+/// Adds advice on what to check to an error of the storage.
 pub(super) fn with_advice(error: io::Error) -> io::Error {
     let of_storage = error.get_ref().and_then(|e| e.downcast_ref::<Error>());
     match of_storage.and_then(advice) {
@@ -172,7 +173,7 @@ fn advice(error: &Error) -> Option<&'static str> {
     let text = error.to_string();
     let mut causes = std::iter::successors(error.source(), |&e| e.source());
     let unreachable = causes.any(|e| e.is::<HttpError>());
-    // Of many requests the status is in the text only.
+    // For many requests the client gives the status in the text only.
     let has = |words: &[&str]| words.iter().any(|words| text.contains(words));
     if has(&["/latest/meta-data", "/latest/api/token"]) {
         // The address of the service for roles.

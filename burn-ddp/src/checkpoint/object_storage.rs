@@ -1,8 +1,8 @@
-//! Checkpoints on S3-compatible storage. An object appears as a whole, a checkpoint with its manifest, which is written
-//! last and removed first.
+//! Checkpoints on S3-compatible storage. An object appears as a whole. A checkpoint exists if its manifest does, which
+//! is written last and removed first.
 //!
-//! A checkpoint's files are made in a local folder and uploaded from there, and downloaded to be read: formats and
-//! checksums are those of a folder.
+//! A checkpoint's files are written to a local folder and uploaded from there, and downloaded to be read: formats and
+//! checksums are the same as in a folder.
 
 use std::any::Any;
 use std::fs::{self, File};
@@ -22,6 +22,7 @@ use super::manifest::MANIFEST;
 use super::object_connection::{self, Connection, Settings};
 use super::object_transfer::{self, AFTER_FAILURE};
 use super::storage::{Storage, TEMPORARY};
+use crate::file_failure::FileFailure;
 
 /// Object with the token of the job that saves here.
 const OWNER: &str = ".burn-ddp-owner";
@@ -58,7 +59,7 @@ impl ObjectStorage {
         if self.opened.get().is_none() {
             let Settings { store, prefix, endpoint } =
                 object_connection::settings(&self.url).map_err(io::Error::other)?;
-            // Another thread may have been first.
+            // Fails if another thread has opened it meanwhile; that one's is used then.
             let _ = self.opened.set(Opened::new(&self.url, &endpoint, Connection::new(Arc::new(store), prefix)?));
         }
         self.opened.get().ok_or_else(|| ErrorKind::NotConnected.into())
@@ -100,7 +101,7 @@ impl ObjectStorage {
         io::Error::new(ErrorKind::AlreadyExists, reason)
     }
 
-    /// Removes what killed jobs have left: parts of uploads, and checkpoints without a manifest.
+    /// Removes the leftovers of killed jobs: parts of uploads, and checkpoints without a manifest.
     async fn remove_leftovers(&self, connection: &Connection) -> io::Result<()> {
         connection.abort_uploads(None).await?;
         let objects = connection.list(&connection.prefix).await?;
@@ -141,7 +142,7 @@ impl ObjectStorage {
         if !complete(&connection.list(&connection.key(name)).await?).is_empty() {
             return Err(self.taken("has saved this step to"));
         }
-        // What stayed of a save that failed.
+        // Leftovers of a save of this step that failed.
         connection.abort_uploads(Some(name)).await?;
         self.remove_objects(connection, name).await?;
         let failed = |file: &str, e: io::Error| {
@@ -180,8 +181,8 @@ fn complete(objects: &[Vec<String>]) -> Vec<String> {
 }
 
 impl Storage for ObjectStorage {
-    fn own(&self) -> Result<Box<dyn Any + Send>, String> {
-        let failed = |e: io::Error| format!("cannot save to {}: {e}", self.url.display());
+    fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure> {
+        let failed = |e: io::Error| FileFailure::of(format!("cannot save to {}", self.url.display()), &self.url, e);
         let Opened { connection, local_prefix } = self.opened().map_err(failed)?;
         let random = RandomState::new().hash_one((std::process::id(), SystemTime::now()));
         let token = format!("{random:016x}");
@@ -190,7 +191,7 @@ impl Storage for ObjectStorage {
             connection.store.put(&connection.key(OWNER), token.into()).await?;
             Ok(self.remove_leftovers(connection).await)
         });
-        // A save removes what has the name of its checkpoint.
+        // Leftovers do no harm: a save first removes objects under the name of its checkpoint.
         if let Err(e) = owned.map_err(failed)? {
             tracing::warn!("leftovers of killed jobs stay in {}: {e}", self.url.display());
         }
@@ -252,8 +253,8 @@ impl Storage for ObjectStorage {
 }
 
 /// Checks a URL and the settings in the environment. Returns the URL without slashes at its end.
-pub(super) fn check(url: &Path) -> Result<PathBuf, String> {
-    object_connection::settings(url)?;
+pub(super) fn check(url: &Path) -> Result<PathBuf, FileFailure> {
+    object_connection::settings(url).map_err(|e| FileFailure::from(e).at(url))?;
     Ok(PathBuf::from(url.to_string_lossy().trim_end_matches('/')))
 }
 

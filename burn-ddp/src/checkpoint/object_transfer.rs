@@ -1,4 +1,4 @@
-//! Files to and from object storage, in parts, some at a time: memory does not grow with a file.
+//! Transfer of files to and from object storage, a few parts at a time, so that memory does not grow with a file.
 
 use std::fs::File;
 use std::future::Future;
@@ -16,20 +16,21 @@ use tokio::task::JoinSet;
 
 /// Bytes of a part of a file that is longer.
 const PART_BYTES: u64 = 16 << 20;
-/// Parts that are under way at a time, and in memory.
+/// Number of parts that are transferred at the same time, and are in memory.
 const AT_ONCE: usize = 4;
 /// Parts that S3 allows one object.
 const MAX_PARTS: u64 = 10_000;
 
-/// Longest time for each step after a request that failed, which may have taken two minutes: the look whether its
-/// object is there after all, the abort of its upload, the removal of its checkpoint. The next job removes the rest.
+/// Longest time of each step after a failed request, which may itself have taken two minutes: checking whether its
+/// object exists after all, aborting its upload, removing its checkpoint. The next job removes what is left.
 pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(5);
 
-/// Time after which a conditional request that failed is not made again, and the longest time of the second one.
+/// A conditional request that took longer than this to fail is not repeated.
 const AGAIN: Duration = Duration::from_secs(60);
+/// Longest time of the repetition.
 const SECOND: Duration = Duration::from_secs(30);
 
-/// Speed at which an object is read at least, to see whether it is the one that was written.
+/// Lowest speed at which an object is read, when it is compared with the bytes that were written.
 const SLOWEST_BYTES_PER_SECOND: f64 = 1e6;
 
 /// Storage of objects, also in parts.
@@ -37,9 +38,9 @@ pub(super) trait Store: ObjectStore + MultipartStore {}
 
 impl<S: ObjectStore + MultipartStore> Store for S {}
 
-/// Uploads a file as a new object, which appears as a whole or not at all, if `allowed` says so right before. The id of
-/// an upload in parts is in the object `record` meanwhile, for [`abort`], since the storage keeps parts until they are
-/// aborted.
+/// Uploads a file as a new object, which appears as a whole or not at all. Right before it appears, `allowed` must
+/// return `Ok`. During an upload in parts the object `record` holds the upload's id, for [`abort`], since the storage
+/// keeps the parts until they are aborted.
 pub(super) async fn put(
     store: &Arc<dyn Store>,
     file: &File,
@@ -59,7 +60,7 @@ pub(super) async fn put(
         let parts = put_parts(store, file, len, to, &id).await?;
         allowed.await?;
         if let Err(e) = store.complete_multipart(to, &id, parts).await {
-            // The answer to a first request may be lost; a second one finds no upload.
+            // The answer to a first request may have been lost; the second request then finds no upload.
             let there = tokio::time::timeout(AFTER_FAILURE, store.head(to)).await;
             if !matches!(there, Ok(Ok(object)) if object.size == len) {
                 return Err(e.into());
@@ -82,8 +83,8 @@ pub(super) async fn put(
     uploaded
 }
 
-/// Makes a request, and makes it once more if it failed soon: a conditional request, a removal or an abort is not made
-/// again by the client after a timeout or a lost connection.
+/// Makes a request, and repeats it once if it failed soon. The client itself does not repeat a conditional request, a
+/// removal or an abort after a timeout or a lost connection.
 async fn twice<T, F: Future<Output = io::Result<T>>>(request: impl Fn() -> F) -> io::Result<T> {
     let began = Instant::now();
     match request().await {
@@ -116,13 +117,13 @@ async fn put_new_once(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Re
         Err(Error::NotImplemented { .. }) => return Ok(store.put(to, bytes.into()).await.map(drop)?),
         Err(error) => error,
     };
-    // The answer to a first request may be lost; a second one finds the object.
+    // The answer to a first request may have been lost; the second request then finds the object.
     let there = async { store.get(to).await?.bytes().await };
     let time = AFTER_FAILURE + Duration::from_secs_f64(bytes.len() as f64 / SLOWEST_BYTES_PER_SECOND);
     match tokio::time::timeout(time, there).await {
         Ok(Ok(there)) if there == bytes => Ok(()),
         Ok(Ok(_)) => Err(io::Error::new(ErrorKind::AlreadyExists, error)),
-        // Also a storage that is still busy with the first request says that there is an object.
+        // A storage that is still busy with the first request may refuse the second one as if the object existed.
         _ => Err(io::Error::other(error)),
     }
 }

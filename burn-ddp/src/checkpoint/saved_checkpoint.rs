@@ -15,6 +15,7 @@ use super::manifest::{Checksum, Manifest};
 use super::storage::Storage;
 use super::{held_gradients, load_model, load_optimizer};
 use crate::ddp::Ddp;
+use crate::file_failure::FileFailure;
 use crate::model::broadcast;
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::schema::{Entry, Schema};
@@ -24,7 +25,8 @@ use crate::{Error, Result, agreement, chunked_broadcast, main_first};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
-/// Rank 0 reads the files and sends their contents, so all ranks load the same things in the same order.
+/// Rank 0 reads the files and sends their contents to the other ranks. So all ranks must load the same parts of the
+/// checkpoint in the same order.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     ddp: Ddp,
@@ -36,11 +38,11 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub(super) fn new(ddp: Ddp, storage: Arc<dyn Storage>, path: PathBuf, manifest: &str) -> Result<Self> {
-        let manifest = Manifest::parse(manifest).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
+        let manifest = Manifest::parse(manifest).map_err(|e| Error::file(FileFailure::of(path.display(), &path, e)))?;
         Ok(Checkpoint { ddp, storage, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
-    /// Optimizer steps before it was saved.
+    /// Optimizer steps before the checkpoint was saved.
     ///
     /// # Example
     ///
@@ -62,7 +64,7 @@ impl Checkpoint {
         self.manifest.step
     }
 
-    /// Number of ranks of the job that saved it.
+    /// Number of ranks that saved the checkpoint.
     ///
     /// # Example
     ///
@@ -72,7 +74,7 @@ impl Checkpoint {
         self.manifest.world_size
     }
 
-    /// Its directory on rank 0's machine, or its URL.
+    /// Directory of the checkpoint on rank 0's machine, or its URL.
     ///
     /// # Example
     ///
@@ -95,12 +97,16 @@ impl Checkpoint {
     /// Returns `model` with the parameters and buffers of the checkpoint. *Collective*.
     ///
     /// The model may be wrapped or not, also with [sharded](crate::WrapConfig::with_sharding) parameters; parameter ids
-    /// do not change. Rank 0 reads one tensor after the other, and sends it, or each rank its rows of it.
+    /// do not change. Rank 0 reads one tensor after the other. It broadcasts a tensor, or sends each rank its rows of a
+    /// sharded one.
     ///
-    /// A wrapped model that is trained drops gradients of micro-batches that it holds, and gets those that it held at
-    /// the save: the next backward goes on with them. In a world of the same size each rank gets its own, so that the
-    /// step has the bits of a run without interruption; in another the ranks' sums are added in another order, which
-    /// rounds differently.
+    /// A wrapped model that is trained discards the gradients of micro-batches that it holds, and gets those that it
+    /// held at the save: the next backward adds to them. In a world of the same size each rank gets its own sums, so
+    /// that the step has the bits of a run without interruption; in a world of another size the sums are added in
+    /// another order, which rounds differently.
+    ///
+    /// Costs some [rounds](crate::checkpoint), a broadcast of each tensor, and, for each sharded tensor, a round and a
+    /// message with its rows to each rank.
     ///
     /// # Errors
     ///
@@ -137,7 +143,7 @@ impl Checkpoint {
         let group = self.ddp.group();
         let of_name = self.manifest.held.get(&name);
         let held = of_name.filter(|held| !held.is_empty());
-        // A checkpoint of an earlier version says nothing of models that held nothing.
+        // A checkpoint of an earlier version has no entry for models that held no gradients.
         let held_nothing = held.is_none() && (of_name.is_some() || self.manifest.held.is_empty());
         // The model of another rank may differ in local parameters.
         let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
@@ -170,8 +176,11 @@ impl Checkpoint {
     /// Returns `optim` with the state of the checkpoint, for the parameters of `model`, wrapped or not. *Collective*.
     ///
     /// Of [sharded](crate::WrapConfig::with_sharding) parameters each rank gets the state of its rows: call
-    /// [`Ddp::optimizer`] before. Rank 0 reads one tensor after the other; Burn loads a whole record, so each rank
-    /// needs host memory for a copy of its state.
+    /// [`Ddp::optimizer`] before. Rank 0 reads the state piece by piece. Burn loads a state as a whole only, so each
+    /// rank needs host memory for a copy of its state.
+    ///
+    /// Costs some [rounds](crate::checkpoint), and a broadcast of the state in pieces of 4 MiB with a round for each;
+    /// for each tensor of sharded parameters a round and a message with its rows to each rank.
     ///
     /// # Errors
     ///
@@ -191,6 +200,7 @@ impl Checkpoint {
     }
 
     /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.
+    /// Costs one [round](crate::checkpoint) and a broadcast of the schedule's small file.
     ///
     /// # Errors
     ///
@@ -206,10 +216,11 @@ impl Checkpoint {
             return Err(self.missing(&name));
         }
         let bytes = self.broadcast_file(&name)?;
-        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::file(format!("{name}: {e}")))
+        let failed = |e: String| Error::file(FileFailure::of(&name, &self.path.join(&name), e));
+        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| failed(e.to_string()))
     }
 
-    /// The value that was saved under `name`. Not collective.
+    /// The value that was saved under `name`. Not collective: every rank has the values since it has the checkpoint.
     ///
     /// # Errors
     ///
@@ -231,14 +242,15 @@ impl Checkpoint {
     }
 
     /// Opens a file, and compares its checksum with the manifest's.
-    fn verified(&self, name: &str) -> Result<File, String> {
+    fn verified(&self, name: &str) -> Result<File, FileFailure> {
         let path = self.path.join(name);
-        let failed = |e: io::Error| format!("cannot read {}: {e}", path.display());
+        let failed = |e: io::Error| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
         let checkpoint = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut file = self.storage.open(&checkpoint, name).map_err(failed)?;
         let checksum = Checksum::of_file(&mut file).map_err(failed)?;
         if self.manifest.files.get(name) != Some(&checksum) {
-            return Err(format!("{} has changed since the checkpoint was chosen", path.display()));
+            let reason = format!("{} has changed since the checkpoint was chosen", path.display());
+            return Err(FileFailure::from(reason).at(&path).of_kind(io::ErrorKind::InvalidData));
         }
         file.rewind().map_err(failed)?;
         Ok(file)
@@ -250,7 +262,9 @@ impl Checkpoint {
         let mut opened = None;
         main_first::on_main(self.ddp.group(), || {
             let file = TensorFile::read(self.verified(name)?);
-            opened = Some(file.map_err(|e| format!("cannot read {}: {e}", self.path.join(name).display()))?);
+            let path = self.path.join(name);
+            let failed = |e: String| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
+            opened = Some(file.map_err(failed)?);
             Ok(())
         })?;
         Ok(opened)
@@ -261,7 +275,8 @@ impl Checkpoint {
     fn broadcast_file(&self, name: &str) -> Result<Vec<u8>> {
         let (group, mut bytes) = (self.ddp.group(), Vec::new());
         let len = main_first::on_main(group, || {
-            self.verified(name)?.read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+            let failed = |e| FileFailure::from(e).at(&self.path.join(name));
+            self.verified(name)?.read_to_end(&mut bytes).map_err(failed)?;
             Ok(bytes.len())
         })?;
         if !self.ddp.is_main() {

@@ -1,4 +1,4 @@
-//! What a directory of checkpoints needs of the storage that it is on.
+//! The operations of a storage (local folder, object storage) that a directory of checkpoints uses.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -7,17 +7,19 @@ use std::io;
 
 use tempfile::TempDir;
 
-/// Prefix of what is not yet, or no longer, a checkpoint.
+use crate::file_failure::FileFailure;
+
+/// Prefix of temporary directories: of checkpoints that are being written or removed.
 pub(super) const TEMPORARY: &str = ".burn-ddp-";
 
-/// The operations that a directory of checkpoints needs. A checkpoint has a name here, and its files have names in it.
-/// Used on rank 0 alone.
+/// A storage of checkpoints, used on rank 0 alone. Each checkpoint has a name in the storage, and each file a name in
+/// its checkpoint.
 pub(super) trait Storage: Debug + Send + Sync {
-    /// Takes the directory for this job, and removes what earlier jobs left unfinished. What it returns is held as long
-    /// as the job saves.
-    fn own(&self) -> Result<Box<dyn Any + Send>, String>;
+    /// Takes the directory for this job, and removes unfinished checkpoints of earlier jobs. The caller holds the
+    /// returned guard as long as the job may save.
+    fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure>;
 
-    /// Names of the checkpoints, and of anything else that is there.
+    /// Names of the checkpoints, and of anything else in the directory.
     fn names(&self) -> io::Result<Vec<String>>;
 
     /// True if there is a checkpoint of this name.

@@ -9,26 +9,29 @@ use super::manifest::MANIFEST;
 #[cfg(feature = "s3")]
 use super::object_storage::{self, ObjectStorage};
 use super::storage::Storage;
+use crate::file_failure::FileFailure;
 
-/// Makes the directory if it is a missing folder. Returns its absolute path, or its URL. A path of one checkpoint is
-/// refused: in it there are no checkpoints, so that the training would begin anew.
-pub(super) fn make(path: &Path) -> Result<PathBuf, String> {
+/// Makes the directory if it is a missing folder. Returns its absolute path, or its URL. The path of a single
+/// checkpoint is refused: it contains no checkpoints, so the training would begin anew instead of being resumed.
+pub(super) fn make(path: &Path) -> Result<PathBuf, FileFailure> {
     let name = path.file_name().map(|name| name.to_string_lossy());
     if name.is_some_and(|name| Name::parse(&name).is_some()) || path.join(MANIFEST).is_file() {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        return Err(format!(
+        let reason = format!(
             "cannot look for checkpoints in {}: that is a single checkpoint; give the directory that holds it, {}",
             path.display(),
             parent.display()
-        ));
+        );
+        return Err(FileFailure::from(reason).at(path));
     }
+    let cannot = || format!("cannot open {}", path.display());
     match scheme(path) {
         None => local_folder::make(path),
         #[cfg(feature = "s3")]
         Some("s3") => object_storage::check(path),
         #[cfg(not(feature = "s3"))]
-        Some("s3") => Err(format!("cannot open {}: burn-ddp was built without its feature `s3`", path.display())),
-        Some(_) => Err(format!("cannot open {}: checkpoints go to a folder or to s3://BUCKET/PREFIX", path.display())),
+        Some("s3") => Err(FileFailure::of(cannot(), path, "burn-ddp was built without its feature `s3`")),
+        Some(_) => Err(FileFailure::of(cannot(), path, "checkpoints go to a folder or to s3://BUCKET/PREFIX")),
     }
 }
 
@@ -56,9 +59,9 @@ mod tests {
         let of = |path| scheme(Path::new(path));
         assert_eq!((of("s3://bucket/a"), of("gs://bucket")), (Some("s3"), Some("gs")));
         assert_eq!([of("out/ck"), of("/out//ck"), of("s3:/a"), of("a/b://c"), of("://a")], [None; 5]);
-        let error = make(Path::new("gs://bucket/run")).unwrap_err();
+        let error = make(Path::new("gs://bucket/run")).unwrap_err().to_string();
         assert!(error.starts_with("cannot open gs://bucket/run: checkpoints go to"), "{error}");
-        let error = make(Path::new("s3://bucket/run/step-00000004/")).unwrap_err();
+        let error = make(Path::new("s3://bucket/run/step-00000004/")).unwrap_err().to_string();
         assert!(error.ends_with("give the directory that holds it, s3://bucket/run"), "{error}");
     }
 

@@ -17,6 +17,7 @@ use sha2::Sha256;
 
 use super::held_gradients::{self, SavedWrapped};
 use super::manifest::{Checksum, Manifest};
+use crate::file_failure::{FileFailure, FileWork};
 use crate::intercept::{self, Part, WrappedModel};
 use crate::model::burnpack_header;
 use crate::model::burnpack_writer::{self, Sink};
@@ -29,7 +30,7 @@ use crate::optimizer::state::{self as optimizer_state, Ids};
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, main_first};
 
-/// Name of the work in errors of ranks that fill a checkpoint.
+/// Name of the work of `fill` in errors.
 const FILL: &str = "fill its checkpoint";
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
@@ -41,8 +42,8 @@ pub struct CheckpointWriter<'a> {
     group: &'a ProcessGroup,
     /// Prefix of names, such as `"generator-"`; empty without [`named`](Self::named).
     prefix: String,
-    /// The work that failed, for errors of rank 0.
-    cannot_write: &'a str,
+    /// The writing of the checkpoint, for errors of rank 0.
+    work: &'a FileWork,
 }
 
 /// The files of a checkpoint.
@@ -123,7 +124,8 @@ impl Contents {
             None => Sink::Memory(Vec::new()),
             Some(directory) => {
                 let path = directory.join(name);
-                let file = File::create_new(&path).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
+                let failed = |e| Error::file(FileFailure::of(path.display(), &path, e));
+                let file = File::create_new(&path).map_err(failed)?;
                 Sink::File(file, 0, Some(Sha256::default()))
             }
         })
@@ -154,8 +156,8 @@ impl From<Sink> for Content {
 }
 
 impl<'a> CheckpointWriter<'a> {
-    pub(super) fn new(contents: &'a mut Contents, group: &'a ProcessGroup, cannot_write: &'a str) -> Self {
-        CheckpointWriter { contents, group, prefix: String::new(), cannot_write }
+    pub(super) fn new(contents: &'a mut Contents, group: &'a ProcessGroup, work: &'a FileWork) -> Self {
+        CheckpointWriter { contents, group, prefix: String::new(), work }
     }
 
     /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
@@ -186,22 +188,26 @@ impl<'a> CheckpointWriter<'a> {
     /// ```
     pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
         let prefix = format!("{}{name}-", self.prefix);
-        CheckpointWriter { prefix, contents: self.contents, group: self.group, cannot_write: self.cannot_write }
+        CheckpointWriter { prefix, contents: self.contents, group: self.group, work: self.work }
     }
 
     /// Saves parameters and buffers of `model`, wrapped or not. *Collective*. Plain Burn reads the file `model.bpk`. Of
-    /// [local parameters](crate::WrapConfig::with_local_parameters) it holds rank 0's, with a warning the first time.
+    /// [local parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's values; the first such save
+    /// logs a warning.
     ///
-    /// Running statistics of a wrapped model are brought together first, as
-    /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers) does. Rank 0 writes one parameter after the other, and gathers
-    /// [sharded](crate::WrapConfig::with_sharding) ones one at a time;
-    /// [asynchronously](super::Checkpoints::asynchronous) it keeps a copy of all in host memory.
+    /// Running statistics of a wrapped model are synchronised first, as by
+    /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers). Rank 0 writes one parameter after the other; each
+    /// [sharded](crate::WrapConfig::with_sharding) one is gathered before. In an
+    /// [asynchronous](super::Checkpoints::asynchronous) save rank 0 keeps a copy of all parameters in host memory.
     ///
-    /// Gradients of micro-batches that a wrapped model holds are saved with it, in a further file: each rank's sums, of
-    /// 4 bytes per parameter and rank (8 for f64). So a checkpoint may be saved in the middle of an accumulation, with
-    /// the position of the loader. A copy that is not trained (`valid()`, `no_grad`) is saved without them, with a
-    /// warning if the checkpoint does not hold the model. What Burn's `GradientsAccumulator` holds is not seen: save
-    /// after its step.
+    /// If the wrapped model holds gradients of micro-batches that were not reduced yet, they are saved in a further
+    /// file: each rank's sums, of 4 bytes per parameter and rank (8 for f64). So a checkpoint may be saved in the
+    /// middle of an accumulation, with the position of the loader. A copy that is not trained (`valid()`, `no_grad`) is
+    /// saved without gradients, with a warning if the checkpoint does not also hold the model that is trained.
+    /// Gradients in Burn's `GradientsAccumulator` are not saved: save after its step.
+    ///
+    /// Costs some [rounds](crate::checkpoint) and those of `sync_buffers`. Values travel only of sharded parameters (an
+    /// all-gather each) and of gradients that are held on ranks other than 0 (each sum once, to rank 0).
     ///
     /// # Errors
     ///
@@ -235,7 +241,7 @@ impl<'a> CheckpointWriter<'a> {
         let saved = sync_wrapped(self.group, model)
             .and_then(|()| agreement::on_outcome(self.group, FILL, values(model)))
             .and_then(|(schema, values)| {
-                burnpack_writer::write(self.group, values, &[], &mut sink, self.cannot_write)?;
+                burnpack_writer::write(self.group, values, &[], &mut sink, self.work)?;
                 Ok(schema)
             });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
@@ -252,7 +258,8 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Saves what the ranks hold of micro-batches for the wrapped models in the `model`. *Collective*.
+    /// Saves the gradients of micro-batches that the ranks hold for the wrapped models in the file `model`.
+    /// *Collective*.
     fn held_gradients(&mut self, model: String, wrapped: &[Arc<WrappedModel>]) -> Result<()> {
         let Some(held) = held_gradients::of(self.group, wrapped)? else {
             if self.contents.collect {
@@ -263,7 +270,7 @@ impl<'a> CheckpointWriter<'a> {
         let name = held_gradients::file_of(&model);
         let sink = self.contents.open(&name);
         let mut sink = self.contents.agree(self.group, &name, sink)?;
-        burnpack_writer::write(self.group, held.sums, &[], &mut sink, self.cannot_write)?;
+        burnpack_writer::write(self.group, held.sums, &[], &mut sink, self.work)?;
         if self.contents.collect {
             self.contents.manifest.held.insert(model, held.batches);
             self.contents.add(name, sink.into());
@@ -286,14 +293,16 @@ impl<'a> CheckpointWriter<'a> {
     /// Saves the state of the optimizer that trains `model`. *Collective*. Plain Burn reads the file `optimizer.bpk`,
     /// together with `model.bpk`.
     ///
-    /// Burn gives an optimizer's state away as a whole only: rank 0 needs host memory for a copy of it; if parameters
-    /// are [sharded](crate::WrapConfig::with_sharding), each rank for copies of its part, which rank 0 gathers one
-    /// tensor at a time.
+    /// Burn exports an optimizer's state as a whole only, so rank 0 needs host memory for a copy of the state. If
+    /// parameters are [sharded](crate::WrapConfig::with_sharding), each rank needs memory for copies of its part.
+    ///
+    /// Costs two [rounds](crate::checkpoint); no state travels. If parameters are sharded: some rounds, and for each
+    /// tensor of their state an all-gather and a round.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this
-    /// name was saved already; [`Error::File`] if rank 0 cannot write.
+    /// On every rank: [`Error::Invalid`] if the optimizer has state of parameters that are not in `model`, or an
+    /// optimizer of this name was saved already; [`Error::File`] if rank 0 cannot write.
     ///
     /// # Example
     ///
@@ -323,24 +332,23 @@ impl<'a> CheckpointWriter<'a> {
     fn whole_state(&self, name: &str, optim: &ModuleOptimizer, ids: &Ids) -> Result<Content> {
         let mut content = Content::Memory(Vec::new());
         let refused = main_first::on_main(self.group, || {
-            let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", self.cannot_write);
             let header;
             (header, content) = match &self.contents.streams_to {
                 None => {
-                    let bytes = optimizer_state::write(optim).map_err(|e| failed(&e))?;
+                    let bytes = optimizer_state::write(optim).map_err(|e| self.work.failed(e.to_string()))?;
                     (burnpack_header::read_header(&mut bytes.as_slice()), Content::Memory(bytes))
                 }
                 Some(directory) => {
                     let path = directory.join(name);
                     // Into the file without a second copy.
-                    optim.to_record().save(&path).map_err(|e| failed(&e))?;
-                    let mut file = File::open(path).map_err(|e| failed(&e))?;
+                    optim.to_record().save(&path).map_err(|e| self.work.failed(e.to_string()))?;
+                    let mut file = File::open(path).map_err(|e| self.work.failed(e))?;
                     let header = burnpack_header::read_header(&mut file);
-                    file.rewind().map_err(|e| failed(&e))?;
-                    (header, Content::Written(Checksum::of_file(&mut file).map_err(|e| failed(&e))?))
+                    file.rewind().map_err(|e| self.work.failed(e))?;
+                    (header, Content::Written(Checksum::of_file(&mut file).map_err(|e| self.work.failed(e))?))
                 }
             };
-            let (header, _) = header.map_err(|e| failed(&e))?;
+            let (header, _) = header.map_err(|e| self.work.failed(e))?;
             Ok(optimizer_state::check(&header, ids).err().map(|e| e.to_string()))
         })?;
         match refused {
@@ -361,11 +369,12 @@ impl<'a> CheckpointWriter<'a> {
         let own = bytes.as_ref().map_err(Clone::clone).and_then(|bytes| StateInParts::read(bytes, ids, parts));
         let own = own.and_then(|state| Ok((state, self.contents.open(name)?)));
         let (state, mut sink) = agreement::on_outcome(self.group, FILL, own)?;
-        state.write(self.group, &mut sink, self.cannot_write)?;
+        state.write(self.group, &mut sink, self.work)?;
         Ok(sink.into())
     }
 
-    /// Saves the state of a learning-rate schedule of any type: `c.scheduler(scheduler.to_record())`.
+    /// Saves rank 0's state of a learning-rate schedule of any type: `c.scheduler(scheduler.to_record())`. No
+    /// communication.
     ///
     /// # Errors
     ///
@@ -404,6 +413,7 @@ impl<'a> CheckpointWriter<'a> {
     }
 
     /// Saves rank 0's serde value: a loader's position, a configuration, the best loss so far. Floats keep their bits.
+    /// No communication.
     ///
     /// # Errors
     ///

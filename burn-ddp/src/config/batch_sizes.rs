@@ -16,12 +16,12 @@ pub struct BatchSizes {
 
 impl DdpConfig {
     /// The batch sizes of a job of `world_size` ranks, by DeepSpeed's rule `train_batch = micro_batch × accumulation ×
-    /// world`. A missing one follows from the others; the accumulation is 1 if it does not follow.
+    /// world`. A size that is not set follows from the others; the accumulation is 1 if it does not follow.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor
-    /// `micro_batch`.
+    /// [`Error::Invalid`] with the numbers if they do not satisfy the rule, or if the file sets neither `train_batch`
+    /// nor `micro_batch`.
     ///
     /// ```
     /// use burn_ddp::{BatchSizes, DdpConfig, WrapConfig};

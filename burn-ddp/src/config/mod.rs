@@ -7,6 +7,7 @@ use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
 use crate::data::LoaderBuilder;
+use crate::file_failure::FileFailure;
 use crate::{Ddp, Error, Result, WrapConfig};
 
 mod batch_sizes;
@@ -90,18 +91,18 @@ pub struct DdpConfig {
 }
 
 impl DdpConfig {
-    /// Loads a `.toml` or `.json` file. Not collective: each rank loads its own, and the ranks compare them when they
-    /// meet with its [`options`](Self::options).
+    /// Loads a `.toml` or `.json` file. Not collective: each rank loads its own file, and the ranks compare the
+    /// settings when they join with its [`options`](Self::options).
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if it cannot be read; [`Error::Invalid`] with the file, the line and, for an unknown name, the
-    /// known ones.
+    /// [`Error::File`] if the file cannot be read; [`Error::Invalid`] with the file, the line and, for an unknown name,
+    /// the known names.
     pub fn load(path: impl AsRef<Path>) -> Result<DdpConfig> {
         let path = path.as_ref();
         let file = path.display();
         let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::file(format!("the config file {file} cannot be read: {e}")))?;
+            .map_err(|e| Error::file(FileFailure::of(format!("the config file {file} cannot be read"), path, e)))?;
         let at = |line: usize, message: &str| Error::invalid(format!("{file}:{line}: {message}"));
         let config: DdpConfig = match path.extension().and_then(|extension| extension.to_str()) {
             Some("toml") => toml::from_str(&text).map_err(|e| {
@@ -128,8 +129,9 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
-    /// sizes, seeds, `[wrap]` and `data.shuffle`; a difference is an error that names the ranks and both values.
+    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. With them the ranks compare their batch
+    /// sizes, seeds, `[wrap]` and `data.shuffle` when they join; a difference is an error that names the ranks and both
+    /// values.
     ///
     /// # Errors
     ///
@@ -182,7 +184,7 @@ impl DdpConfig {
         Ok(self.data.shuffle.into_iter().fold(loader, LoaderBuilder::shuffle))
     }
 
-    /// Checks the values that make no sense in any job.
+    /// Refuses values that are invalid in every job.
     fn check(&self) -> Result<()> {
         let zero = |name: &str| Err(Error::invalid(format!("{name} is 0: it counts from 1")));
         for (name, value) in [("train_batch", self.train_batch), ("micro_batch", self.micro_batch)] {

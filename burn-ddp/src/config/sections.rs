@@ -15,7 +15,7 @@ use crate::data::DEFAULT_WORKERS;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSettings {
-    /// The engine on host memory: [`WorldOptions::engine`]; chosen by where the ranks are if not set.
+    /// The engine on host memory: [`WorldOptions::engine`]. By default it is chosen by the ranks' machines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
     /// Limit of one collective: [`WorldOptions::timeout`].

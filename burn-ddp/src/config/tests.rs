@@ -160,7 +160,10 @@ fn what_is_wrong_is_named_with_its_line_and_what_would_be_right() {
     }
     assert!(problem("a.yaml", "").contains("named .toml or .json"));
     let missing = DdpConfig::load("no/such/file.toml");
-    assert!(matches!(missing, Err(Error::File { reason, .. }) if reason.contains("no/such/file.toml")));
+    let Err(Error::File { path, kind, reason, .. }) = missing else { panic!("{missing:?}") };
+    assert!(reason.contains("no/such/file.toml"), "{reason}");
+    assert_eq!(kind, Some(std::io::ErrorKind::NotFound));
+    assert_eq!(path.as_deref(), Some(std::path::Path::new("no/such/file.toml")));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The batches of one epoch or one evaluation: each from the pool, with an error that names the batch.
+//! The batches of one epoch or one evaluation, taken from the pool; errors name the batch.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use burn_ddp_comm::World;
 use super::DataError;
 use super::prefetch::{BatchList, Pass, Pool};
 
-/// One pass over a list of batches, which begins when the first is asked for.
+/// One pass over a list of batches, which begins when the first batch is asked for.
 pub(super) struct BatchStream<O> {
     pool: Arc<Pool<O>>,
     /// `None` before the first batch and after `end`.
@@ -28,12 +28,12 @@ impl<O: Send + 'static> BatchStream<O> {
         self.taken
     }
 
-    /// Takes the next batch; waits until it is loaded, with a deadline if there are several ranks. `list` makes the
-    /// list of all batches, the first time; `name` names the batch in an error.
+    /// Takes the next batch, and waits until it is loaded, with a deadline if there are several ranks. The first call
+    /// makes the list of all batches by `list`; `name` names the batch in an error.
     ///
     /// # Errors
     ///
-    /// That of `list`, the dataset's, the workers', or that of a job that has ended.
+    /// The error of `list`, of the dataset or of a worker, or the cause of the job's end.
     pub(super) fn take(
         &mut self,
         world: &World,
@@ -51,7 +51,7 @@ impl<O: Send + 'static> BatchStream<O> {
             }
         };
         let timeout = world.options().timeout;
-        // Alone no other rank waits: storage may be as slow as it is without a thread that loads ahead.
+        // In a world of 1 no other rank waits, so the storage may be slow without a time limit, as without workers.
         let deadline = if world.world_size() == 1 { Duration::MAX } else { timeout };
         let (asked, warned) = (Instant::now(), Cell::new(false));
         let check = || {

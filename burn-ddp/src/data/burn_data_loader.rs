@@ -1,5 +1,5 @@
-//! Our loaders as Burn's `DataLoader`: errors as Burn's, progress in items over all ranks, moves between devices,
-//! slices.
+//! burn-ddp's loaders as Burn's `DataLoader`: errors of Burn's type, progress in items over all ranks, moves to another
+//! device, slices.
 
 use std::iter::Once;
 use std::sync::Arc;
@@ -26,8 +26,9 @@ impl<O: Send + 'static> DataLoader<O> for ShardedLoader<O> {
         Arc::new(self.on_device(device))
     }
 
-    /// A loader of its own for the items `start..end` of the dataset, shared by all ranks as this one. All ranks must
-    /// make the same slices; that is not checked. A slice beyond the dataset yields the error as its only batch.
+    /// A further loader for the items `start..end` of the dataset, which all ranks share as they share this one. All
+    /// ranks must make the same slices; that is not checked. A slice beyond the dataset yields an error as its only
+    /// batch.
     fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<O>> {
         loader_or_error(self.sliced(start, end))
     }
@@ -48,8 +49,8 @@ impl<O: Send + 'static> DataLoader<O> for EvalLoader<O> {
         Arc::new(self.on_device(device))
     }
 
-    /// A loader for the items `start..end` of the dataset, shared by all ranks as this one. A slice beyond the dataset
-    /// yields the error as its only batch.
+    /// A loader for the items `start..end` of the dataset, which all ranks share as they share this one. A slice beyond
+    /// the dataset yields an error as its only batch.
     fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<O>> {
         loader_or_error(self.sliced(start, end))
     }
@@ -62,7 +63,7 @@ fn loader_or_error<O: 'static, L: DataLoader<O> + 'static>(loader: Result<L, Dat
     }
 }
 
-/// A loader whose only batch is an error: `DataLoader::slice` cannot return one.
+/// A loader whose only batch is an error, since `DataLoader::slice` cannot return an error.
 #[derive(Clone)]
 struct FailedLoader(DataError);
 
@@ -84,7 +85,7 @@ impl<O: 'static> DataLoader<O> for FailedLoader {
     }
 }
 
-/// Batches with errors as Burn's.
+/// Batches whose errors have Burn's type.
 struct BurnBatches<B>(B);
 
 impl<O, B: Iterator<Item = Result<O, DataError>>> Iterator for BurnBatches<B> {

@@ -1,4 +1,4 @@
-//! Errors between a dataset and a batch, sorted by what can be done about them.
+//! Errors of datasets, samplers and loaders, sorted by who can act on them: the caller, a peer, the environment.
 
 use std::sync::Arc;
 use std::time::Duration;

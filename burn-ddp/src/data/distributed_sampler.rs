@@ -5,9 +5,9 @@ use super::{DataError, permutation};
 /// The items of a dataset that a rank reads, by the arithmetic of torch's `DistributedSampler`.
 ///
 /// Every rank gets equally many items: rank r reads positions r, r + world, r + 2·world, … of the epoch's order. If the
-/// items do not divide, the order is padded by repeating it from its start, or with [`drop_last`](Self::drop_last) its
-/// tail is left out. As in torch, shuffling is on unless switched off, and a new order every epoch needs
-/// [`set_epoch`](Self::set_epoch) on all ranks.
+/// world size does not divide the number of items, the order is padded by repeating it from its start; with
+/// [`drop_last`](Self::drop_last) its tail is left out instead. As in torch, shuffling is on by default, and a new
+/// order in every epoch requires [`set_epoch`](Self::set_epoch) on all ranks.
 ///
 /// Padding counts some items twice, and `set_epoch` is easily forgotten: [`Ddp::loader`](crate::Ddp::loader) has
 /// neither problem. The shuffled order is our own [`permutation`], not torch's `randperm`.
@@ -54,25 +54,25 @@ impl DistributedSampler {
         Ok(Self { len, rank, world: world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0 })
     }
 
-    /// If true, the default, each epoch has an order of its own; else all have the dataset's.
+    /// If true (the default), each epoch has an order of its own; else all epochs have the dataset's order.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = shuffle;
         self
     }
 
-    /// The seed of the orders, besides the epoch; must be the same on all ranks.
+    /// The seed from which, with the epoch, the order is derived; must be the same on all ranks.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// If true, the tail that does not divide is left out instead of padded.
+    /// If true, the items at the end that do not give every rank one more are left out; else the order is padded.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
     }
 
-    /// The epoch whose order [`iter`](Self::iter) has; call it on all ranks before each epoch.
+    /// Sets the epoch whose order [`iter`](Self::iter) has. Call it on all ranks before each epoch.
     pub fn set_epoch(&mut self, epoch: u64) {
         self.epoch = epoch;
     }

@@ -1,4 +1,4 @@
-//! One epoch of a training loader: batch after batch, and what the other ranks learn of it.
+//! One epoch of a training loader: handing out its batches, and announcing an early end to the other ranks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,9 +42,9 @@ impl<O: Send + 'static> ShardedLoader<O> {
         Epochs { loader: self.clone(), numbers: epochs.into_iter() }
     }
 
-    /// The next epoch: the one after the last that was begun, or the one given to [`set_epoch`](Self::set_epoch).
+    /// The next epoch: the one after the epoch begun last, or the one given to [`set_epoch`](Self::set_epoch).
     ///
-    /// As Burn's `DataLoader::iter`, with our errors.
+    /// Like Burn's `DataLoader::iter`, but its errors are [`DataError`].
     ///
     /// # Example
     ///
@@ -84,7 +84,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
             let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
             return Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) });
         };
-        // Keeps this rank's part of the order only.
+        // Only this rank's part of the order is kept.
         let own: Vec<usize> =
             (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| order[position]).collect();
         // All steps but the last have as many items as the first.
@@ -118,14 +118,14 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 
 /// The batches of one epoch on this rank, in order.
 ///
-/// Yields an error in the place of a batch that could not be loaded. A program that returns it ends the job on all
-/// ranks with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the
-/// whole job the epoch is over.
+/// Yields an error in the place of a batch that could not be loaded. A program that returns the error ends the job on
+/// all ranks with this cause; to continue instead, all ranks must agree to skip the step. After an error that concerns
+/// the whole job the epoch is over.
 ///
-/// Take a batch when it is used, and not ahead (`peekable`): it weighs every backward until the next batch is taken or
-/// the epoch is over. Loops that read ahead call [`Ddp::set_batch_items`](crate::Ddp::set_batch_items). A batch
-/// whose epoch was dropped before its first backward weighs until any loader hands out another one. Dropping an epoch
-/// before its end is announced to the other ranks, which must do the same.
+/// Take a batch when it is used, and not ahead (`peekable`), since it weighs every backward until the next batch is
+/// taken or the epoch is over. Loops that read ahead call [`Ddp::set_batch_items`](crate::Ddp::set_batch_items). A
+/// batch whose epoch was dropped before its first backward keeps its weight until any loader hands out another batch. A
+/// rank that drops an epoch before its end announces it to the other ranks, which must drop it at the same step.
 ///
 /// # Example
 ///
@@ -155,11 +155,11 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 pub struct Epoch<O: Send + 'static> {
     loader: ShardedLoader<O>,
     number: usize,
-    /// The cursor's repeats when this epoch began.
+    /// Value of the cursor's `repeats` when this epoch began.
     repeats: u32,
     /// The steps to take: those of the whole epoch, or those that an earlier run left.
     plan: EpochPlan,
-    /// Steps that an earlier run took, in steps of the present size.
+    /// Steps that an earlier run took, converted to steps of the present size.
     before: usize,
     /// Steps of `plan` that were asked for, and their batches.
     batches: BatchStream<O>,
@@ -185,8 +185,8 @@ impl<O: Send + 'static> Epoch<O> {
         self.number
     }
 
-    /// Steps of the whole epoch, the same on every rank. If the epoch was [resumed](ShardedLoader::resume): the steps
-    /// that are left, and those that the items consumed before would have made at the present size of steps.
+    /// Steps of the whole epoch, the same on every rank. In a [resumed](ShardedLoader::resume) epoch: the steps that
+    /// are left, plus the steps that the items consumed before would have made at the present size.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.before + self.plan.steps()
@@ -197,8 +197,8 @@ impl<O: Send + 'static> Epoch<O> {
         self.before + self.batches.taken()
     }
 
-    /// Items of this rank's batch that was taken last; 0 before the first. The weight of its backwards unless
-    /// [`weigh`](super::LoaderBuilder::weigh) says another: see [`Ddp::batch_items`](crate::Ddp::batch_items).
+    /// Items of the batch that this rank took last; 0 before the first batch. They are the weight of its backwards,
+    /// unless [`weigh`](super::LoaderBuilder::weigh) gives another: see [`Ddp::batch_items`](crate::Ddp::batch_items).
     pub fn batch_items(&self) -> usize {
         let taken = self.batches.taken();
         taken.checked_sub(1).map_or(0, |step| self.plan.share(step, self.loader.ddp().rank()).len())
@@ -213,7 +213,7 @@ impl<O: Send + 'static> Epoch<O> {
         (processed, self.plan.items())
     }
 
-    /// The epoch's number as messages have it, from 1.
+    /// The epoch's number in messages, from 1.
     fn ordinal(&self) -> usize {
         self.number.saturating_add(1)
     }
@@ -241,7 +241,7 @@ impl<O: Send + 'static> Epoch<O> {
         let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.world().rank());
         let batch = self.batches.take(ddp.world(), list, name)?;
         let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
-        // Only after loading: a rank that could not load a step must not count as having reached it.
+        // Only after loading, since a rank that could not load a step must not count as having reached it.
         ddp.world().advance(track, at)?;
         let last = step + 1 == plan.steps();
         let forgotten = ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
@@ -261,8 +261,8 @@ impl<O: Send + 'static> Epoch<O> {
         Ok(batch)
     }
 
-    /// Tells the other ranks where this one leaves the epoch; not at once, since the cause may be an error that the
-    /// program is about to return.
+    /// Tells the other ranks at which step this rank leaves the epoch. The message goes out with this rank's next call
+    /// and not at once, since the program may be about to return an error, which is then the cause that all ranks get.
     fn announce(&self) {
         let (Ok(begin), Ok(reached)) = (self.at(self.before), self.at(self.before + self.reached)) else { return };
         let (id, steps) = (self.loader.id(), self.len());
@@ -274,8 +274,8 @@ impl<O: Send + 'static> Epoch<O> {
     }
 }
 
-/// Tells the other ranks that this one leaves an epoch, with its next call: at the step that it has `reached` after
-/// `begin`, with more than one batch (`several`) or not.
+/// Tells the other ranks, with this rank's next call, that it leaves an epoch at the step `reached`. The epoch began at
+/// the step `begin`; `several` is true if this rank has taken more than one batch of it.
 pub(super) fn announce_stop(
     ddp: &Ddp,
     track: Track,
@@ -283,8 +283,8 @@ pub(super) fn announce_stop(
     several: bool,
     name: &str,
 ) {
-    // The last batch may have had no backward here; then the others may be waiting in theirs. Of a single batch the
-    // backward may follow: `loader.iter().next()` takes it out of its epoch.
+    // If the last batch had no backward on this rank, other ranks may wait in theirs. But the backward of a single
+    // batch may still follow: `loader.iter().next()` drops the epoch before the batch is used.
     let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
     if used < reached && several {
         let unused = format!("{name}, with a batch read but no backward");
@@ -302,7 +302,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
         }
         if self.batches.taken() == self.plan.steps() {
             self.over = true;
-            self.failure = None; // The program went on after it, as all ranks must have agreed to.
+            self.failure = None; // The program continued after the failure, as all ranks must have agreed to.
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();

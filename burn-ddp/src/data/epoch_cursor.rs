@@ -1,7 +1,7 @@
-//! Position of a training loader: the epoch that comes next, and how much of the present one was handed out.
+//! Position of a training loader: the next epoch, and the number of items of the present epoch that were handed out.
 
-/// Epochs begun so far, and items consumed of the present one. Changes when an epoch begins, with each batch, and by
-/// `set_epoch` and `resume`.
+/// Epochs begun so far, and items consumed of the present epoch. It changes when an epoch begins, with each batch, and
+/// by `set_epoch` and `resume`.
 #[derive(Default)]
 pub(super) struct EpochCursor {
     /// The epoch that `iter` begins next.
@@ -14,8 +14,8 @@ pub(super) struct EpochCursor {
     resumed: bool,
     /// The epoch that was begun last.
     begun: Option<usize>,
-    /// Number of times that an epoch began whose number was not larger than the one before: tells two passes over one
-    /// epoch apart.
+    /// Number of epochs begun whose number was not larger than that of the epoch before. Two passes over the same epoch
+    /// differ in it.
     repeats: u32,
 }
 
@@ -25,7 +25,7 @@ impl EpochCursor {
         self.next
     }
 
-    /// The present epoch and its consumed items: what a checkpoint holds.
+    /// The present epoch and its consumed items, to be saved in a checkpoint.
     pub(super) fn position(&self) -> (usize, usize) {
         (self.epoch, self.consumed)
     }
@@ -43,12 +43,12 @@ impl EpochCursor {
         *self = Self { next: epoch, epoch, consumed, resumed: true, ..*self };
     }
 
-    /// `epoch` is next, from its beginning.
+    /// Makes `epoch` the next one, from its beginning.
     pub(super) fn set_epoch(&mut self, epoch: usize) {
         *self = Self { next: epoch, epoch, consumed: 0, resumed: false, ..*self };
     }
 
-    /// The epoch `number` begins. Returns the items of it that an earlier run consumed.
+    /// Begins the epoch `number`. Returns the number of its items that an earlier run consumed.
     pub(super) fn begin(&mut self, number: usize) -> usize {
         let consumed = if self.resumed && self.epoch == number { self.consumed } else { 0 };
         let repeats = self.repeats + u32::from(self.begun.is_some_and(|begun| number <= begun));
@@ -57,8 +57,8 @@ impl EpochCursor {
         consumed
     }
 
-    /// The first `consumed` of `items` items of the epoch `number` are handed out. Ignored unless that epoch was begun
-    /// last, with this number of `repeats`.
+    /// Records that the first `consumed` of the `items` items of the epoch `number` were handed out. Ignored unless
+    /// that epoch was begun last, with this number of `repeats`.
     pub(super) fn consume(&mut self, number: usize, repeats: u32, consumed: usize, items: usize) {
         if self.begun == Some(number) && self.repeats == repeats && !self.resumed {
             (self.epoch, self.consumed) = if consumed < items { (number, consumed) } else { (self.next, 0) };

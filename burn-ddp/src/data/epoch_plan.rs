@@ -39,7 +39,7 @@ pub struct EpochPlan {
     world: usize,
     global_batch: usize,
     steps: usize,
-    /// True if items that do not fill a step are left out.
+    /// True if the items at the end that do not fill a step are left out.
     drops_last: bool,
 }
 
@@ -47,8 +47,9 @@ impl EpochPlan {
     /// The plan for `items` items over `world_size` ranks, `global_batch` items per step over all ranks.
     ///
     /// # Errors
-    /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`], [`DataError::BatchTooSmall`] where a rank would be
-    /// without an item; [`DataError::TooManySteps`] beyond 32 bits; [`DataError::NoSuchRank`] for a world of 0.
+    /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] or [`DataError::BatchTooSmall`] if a rank would be
+    /// without an item; [`DataError::TooManySteps`] if the number of steps exceeds 32 bits; [`DataError::NoSuchRank`]
+    /// for a world of 0.
     pub fn new(items: usize, world_size: usize, global_batch: usize) -> Result<Self, DataError> {
         let world = world_size;
         if world == 0 {
@@ -71,9 +72,9 @@ impl EpochPlan {
         Ok(plan)
     }
 
-    /// The same plan with full steps only: items at the end of the epoch's order that do not fill one are left out, as
-    /// torch's `drop_last=True` does. Every rank then has `global_batch / world_size` items in each step, where that
-    /// divides.
+    /// The same plan with full steps only: items at the end of the epoch's order that do not fill a step are left out,
+    /// as with torch's `drop_last=True`. If the world size divides `global_batch`, every rank then has `global_batch /
+    /// world_size` items in each step.
     ///
     /// # Errors
     /// [`DataError::NoFullStep`] if the epoch has fewer items than a step.
@@ -100,12 +101,12 @@ impl EpochPlan {
         if self.drops_last { plan.drop_last() } else { Ok(plan) }
     }
 
-    /// The plan for the rest of an epoch of which the first `consumed` items were handed out before, to any number of
-    /// ranks in steps of any size. Its steps begin at the item `consumed` of the epoch's order; after all items it has
-    /// none.
+    /// The plan for the rest of an epoch whose first `consumed` items were handed out before, to any number of ranks in
+    /// steps of any size. Its steps begin at the item `consumed` of the epoch's order; if all items were consumed, it
+    /// has no step.
     ///
-    /// If fewer items are left than there are ranks, they are one step, and some ranks have no [`share`](Self::share)
-    /// of it: those [load](Self::loads) an item of another rank, with weight 0.
+    /// If fewer items are left than there are ranks, they are one step, in which some ranks have no
+    /// [`share`](Self::share): these ranks [load](Self::loads) an item of another rank, with weight 0.
     ///
     /// ```
     /// use burn_ddp::data::EpochPlan;
@@ -138,7 +139,7 @@ impl EpochPlan {
         self.items
     }
 
-    /// Items of the epoch consumed before the first step: 0, but for the rest of an interrupted epoch.
+    /// Items of the epoch consumed before the first step: 0, except in the plan of the rest of an interrupted epoch.
     pub fn consumed(&self) -> usize {
         self.consumed
     }
@@ -178,8 +179,8 @@ impl EpochPlan {
         step.start + share.start..step.start + share.end
     }
 
-    /// The positions that `rank` loads in `step`: its [`share`](Self::share), or, where that is empty, one of another
-    /// rank's, so that its gradient, of weight 0, has the right shape.
+    /// The positions that `rank` loads in `step`: its [`share`](Self::share), or, if the share is empty, one position
+    /// of another rank, so that the rank has a gradient of the right shape, with weight 0.
     pub fn loads(&self, step: usize, rank: usize) -> Range<usize> {
         let (all, share) = (self.step(step), self.share(step, rank));
         if !share.is_empty() || all.is_empty() || rank >= self.world {
@@ -190,8 +191,8 @@ impl EpochPlan {
     }
 }
 
-/// The contiguous part of `0..items` that `rank` has if `world` ranks split it: sizes differ by at most one, and the
-/// first ranks have the larger ones. Empty for a rank outside the world.
+/// The contiguous part of `0..items` of `rank`, if `world` ranks split the range: the sizes of parts differ by at most
+/// one, and the first ranks have the larger parts. Empty for a rank outside the world.
 pub(crate) fn share(items: usize, rank: usize, world: usize) -> Range<usize> {
     if rank >= world {
         return items..items;

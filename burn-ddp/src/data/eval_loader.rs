@@ -16,7 +16,8 @@ use crate::Ddp;
 ///
 /// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset, or in
 /// the [shuffled](super::LoaderBuilder::shuffle) one. No item is repeated; a rank may have fewer batches than another,
-/// or none. It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
+/// or none. Taking a batch makes no collective. It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader).
+/// Clones are the same loader.
 ///
 /// # Example
 ///
@@ -111,7 +112,7 @@ impl<O: Send + 'static> EvalLoader<O> {
         self.inner.own.is_empty()
     }
 
-    /// The items of the dataset that this rank loads; of a loader that shuffles, their positions in its order.
+    /// The items of the dataset that this rank loads; if the loader shuffles, their positions in the shuffled order.
     ///
     /// # Example
     ///
@@ -143,7 +144,7 @@ impl<O: Send + 'static> EvalLoader<O> {
             let indices = move |batch| batch_of(&own, batch_size, batch).collect();
             return BatchList { batches: self.len(), indices: Arc::new(indices) };
         };
-        // Keeps this rank's part of the order only.
+        // Only this rank's part of the order is kept.
         let order = permutation(items.len(), seed, 0);
         let order: Vec<usize> = own.map(|position| first + order[position - first]).collect();
         let indices = move |batch| order[batch_of(&(0..order.len()), batch_size, batch)].to_vec();
@@ -179,7 +180,7 @@ fn batch_of(own: &Range<usize>, batch_size: usize, batch: usize) -> Range<usize>
 pub struct EvalBatches<O: Send + 'static> {
     loader: EvalLoader<O>,
     batches: BatchStream<O>,
-    /// True after an error that is not of one batch.
+    /// True after an error that does not concern a single batch.
     over: bool,
 }
 
@@ -191,7 +192,7 @@ impl<O: Send + 'static> EvalBatches<O> {
         self.batches.take(ddp.world(), || Ok(loader.batch_list()), name)
     }
 
-    /// Items that all ranks have taken, as if the others were as far as this one; and all items.
+    /// Items that all ranks have taken, estimated from this rank's progress; and all items.
     pub(super) fn progress_in_items(&self) -> (usize, usize) {
         let Inner { items, own, batch_size, .. } = &*self.loader.inner;
         let done = batch_of(own, *batch_size, self.batches.taken()).start - own.start;

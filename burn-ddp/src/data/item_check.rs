@@ -1,4 +1,4 @@
-//! Comparison of a few items between the ranks and between two reads: a dataset must be the same on all ranks.
+//! Comparison of a few items between the ranks and between two reads, since a dataset must be the same on all ranks.
 
 use std::fmt::Debug;
 
@@ -7,9 +7,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::DataError;
 
-/// Items that are compared, spread over the dataset.
+/// Number of items that are compared, spread over the dataset.
 const COMPARED: usize = 8;
-/// Characters of an item that a message shows.
+/// Number of characters of an item that a message shows.
 const SHOWN: usize = 60;
 
 /// Text by which items are compared.
@@ -24,7 +24,7 @@ pub(super) fn describe_by<I, E: Debug>(value: impl Fn(&I) -> E + Send + Sync + '
 pub(super) struct Items {
     /// Name and text of each item.
     pub(super) settings: Vec<(String, String)>,
-    /// The first item that is another one when it is read again.
+    /// The error of the first item that changes when it is read again.
     pub(super) changing: Option<DataError>,
 }
 
@@ -48,7 +48,7 @@ impl Items {
     }
 }
 
-/// The text, or, if it is long, its beginning and a digest of all of it.
+/// The text; if it is long, its beginning and a digest of the whole text.
 fn shortened(text: String) -> String {
     match text.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}… (digest {:016x})", &text[..end], xxh3_64(text.as_bytes())),

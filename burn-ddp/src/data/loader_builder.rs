@@ -1,4 +1,4 @@
-//! The builder of both loaders, as Burn's `DataLoaderBuilder` for all ranks together.
+//! The builder of training and evaluation loaders: Burn's `DataLoaderBuilder` for all ranks together.
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -18,8 +18,8 @@ use crate::{Ddp, Result, agreement};
 impl Ddp {
     /// Begins a training loader: all ranks together load every item once per epoch, in equally many steps.
     ///
-    /// It sets the weight of each backward to the items of this rank's batch, so that gradients are exact however the
-    /// items divide.
+    /// The loader sets the weight of each backward to the number of items in this rank's batch, so that averaged
+    /// gradients are exact even if the ranks' batches differ in size.
     ///
     /// ```
     /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -59,8 +59,8 @@ impl Ddp {
     /// Begins an evaluation loader: each rank loads its contiguous share, without padding and, unless the loader
     /// shuffles, in order.
     ///
-    /// Ranks may have different numbers of batches, or none: weight by items what is summed over ranks.
-    /// It leaves the weights of backwards alone, and ranks may leave it at any point.
+    /// Ranks may have different numbers of batches, or none: weight sums over ranks by items. The loader does not
+    /// change the weights of backwards, and a rank may stop reading at any point.
     ///
     /// ```
     /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -133,11 +133,11 @@ pub struct LoaderBuilder<I, O, K = Training> {
     kind: PhantomData<K>,
 }
 
-/// The kind of loader that goes through a dataset epoch after epoch, in equally many steps on every rank.
+/// Marks a loader that goes through a dataset epoch after epoch, in equally many steps on every rank.
 #[derive(Debug)]
 pub struct Training;
 
-/// The kind of loader that goes through each rank's share once.
+/// Marks a loader that goes through each rank's share once.
 #[derive(Debug)]
 pub struct Evaluation;
 
@@ -174,8 +174,8 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
         }
     }
 
-    /// Items of each rank's batches; 1 by default. In training a step has this many times the world size; in evaluation
-    /// a rank's last batch may have fewer.
+    /// Items of each rank's batches; 1 by default. In training a step has this number times the world size; in
+    /// evaluation a rank's last batch may have fewer.
     pub fn batch_size(mut self, batch_size: usize) -> Self {
         self.batch = BatchSize::PerRank(batch_size);
         self
@@ -185,39 +185,39 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
     /// asked for.
     ///
     /// Memory: each worker holds up to three batches that were not yet taken, on the device of the batches. All epochs
-    /// use the same threads, which end with the loader. A panic of the dataset or the batcher is the error
-    /// [`DataError::WorkerPanicked`] of its batch; with 0 it unwinds through the loop.
+    /// use the same threads, which end with the loader. A panic of the dataset or the batcher becomes the error
+    /// [`DataError::WorkerPanicked`] of its batch; with 0 workers it unwinds through the loop.
     ///
-    /// A batcher that draws from the device's generator does so while the model may draw too, so that numbers do not
-    /// repeat between runs: draw from the item, or use 0.
+    /// A batcher on a worker that draws from the device's random generator shares it with the model, so random numbers
+    /// do not repeat between runs: derive random numbers from the item, or use 0 workers.
     pub fn num_workers(mut self, num_workers: usize) -> Self {
         self.num_workers = num_workers;
         self
     }
 
-    /// Shuffles the items, over all ranks. By default they have the dataset's order. In training every epoch has an
-    /// order of its own, which depends on `seed` and the epoch's number; in evaluation each pass has the same.
+    /// Shuffles the items over all ranks. By default they have the dataset's order. In training every epoch has an
+    /// order of its own, which depends on `seed` and the epoch's number; in evaluation each pass has the same order.
     pub fn shuffle(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self.sampler = None;
         self
     }
 
-    /// The device of the batches. By default that of the model that was wrapped last; before the first `wrap`,
+    /// The device of the batches. By default the device of the model that was wrapped last; before the first `wrap`,
     /// [`Ddp::device`].
     ///
-    /// With autodiff in training: BatchNorm and Dropout as the first layers of a model take a batch on a device
-    /// without it for inference. Without autodiff in evaluation.
+    /// In training use a device with autodiff, as the default is: BatchNorm and Dropout as first layers take a batch
+    /// without autodiff for inference. In evaluation use one without autodiff.
     pub fn set_device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
     }
 
-    /// Compares items when the loader is built: what `value` returns for up to 8 of them, spread over the dataset, on
-    /// all ranks and in a second read. On all ranks.
+    /// Makes `build` compare the results of `value` for up to 8 items, spread over the dataset: between the ranks, and
+    /// between two reads on the same rank. All ranks must call it, or none.
     ///
-    /// Finds datasets that draw at random (a split or an order of each rank's own, augmentation inside of `get`), and
-    /// files that differ between machines. Reads those items twice.
+    /// It finds datasets that draw at random (a split or an order of each rank's own, augmentation inside of `get`),
+    /// and files that differ between machines.
     ///
     /// ```
     /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -271,7 +271,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         let settings = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value));
         let settings: Vec<_> = settings.chain(items.settings).collect();
         match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
-            // If items change, they do so alike on all ranks.
+            // First reads are equal on all ranks, so that a change in the second read is taken to be on all of them.
             None => items.changing.map_or(Ok((id, device, order)), |changing| Err(changing.into())),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
@@ -294,8 +294,8 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
 
 impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// Items of *all ranks together* per step, instead of [`batch_size`](Self::batch_size); the last of the two calls
-    /// counts. It need not divide by the world size. Steps then hold the same items at any world size, but that a
-    /// last step of fewer items than ranks joins the one before.
+    /// counts. The number need not be divisible by the world size. Steps then hold the same items at any world size,
+    /// with one exception: a last step of fewer items than ranks joins the step before.
     ///
     /// # Example
     ///
@@ -322,8 +322,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
         self
     }
 
-    /// Takes the items of each epoch from `sampler`, on all ranks alike; the last of this call and
-    /// [`shuffle`](Self::shuffle) counts. The ranks compare the order of the first epoch.
+    /// Takes the items of each epoch from `sampler`, the same one on all ranks. If both this and
+    /// [`shuffle`](Self::shuffle) are called, the last call counts. `build` compares the order of the first epoch
+    /// between the ranks.
     ///
     /// # Example
     ///
@@ -334,22 +335,24 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
         self
     }
 
-    /// Leaves out the items at the end of each epoch's order that do not fill a step: other ones in every epoch, if the
-    /// loader shuffles. By default no item is left out, and the last step may give a rank as few as one item.
+    /// Leaves out the items at the end of each epoch's order that do not fill a step; if the loader shuffles, these are
+    /// different items in every epoch. By default no item is left out, and the last step may give a rank as few as one
+    /// item.
     ///
-    /// For layers that need full batches (BatchNorm cannot train on one item); gradients are exact without it.
+    /// Use it for layers that need full batches (BatchNorm cannot train on one item); averaged gradients are exact
+    /// without it.
     pub fn drop_last(mut self) -> Self {
         self.drops_last = true;
         self
     }
 
-    /// Weighs each batch by what `weight` returns for it, instead of by its number of items: its number of *tokens*
-    /// where the loss is a mean over tokens. On all ranks.
+    /// Weighs each batch by the result of `weight` instead of its number of items: for a loss that is a mean over
+    /// tokens, by its number of *tokens*. All ranks must call it, or none.
     ///
     /// The averaged gradient is then that of the mean over all tokens of a step, over ranks and micro-batches, as on
     /// one rank. `weight` runs when the batch is handed out, on the caller's thread: return a number that the batcher
-    /// counted, since reading one from a tensor waits for the device. 0 means that the batch counts nothing (it is all
-    /// padding); other weights are between 1e-6 and 1e15, or the batch is the error [`DataError::Weight`].
+    /// counted, since reading one from a tensor waits for the device. A batch of weight 0 (all padding) does not count
+    /// in the average; other weights must be between 1e-6 and 1e15, or the batch is the error [`DataError::Weight`].
     ///
     /// ```
     /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -391,8 +394,8 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
 
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
     ///
-    /// Each rank passes the same dataset, or its own copy of it, and the same settings but for workers and device.
-    /// After it each has a loader for its share. Two small all-gathers; blocks until all ranks have called it.
+    /// Each rank passes the same dataset, or its own copy of it, and the same settings except workers and device. It
+    /// gets a loader for its share. Costs two small all-gathers; blocks until all ranks have called it.
     ///
     /// # Errors
     ///
@@ -448,8 +451,8 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
 impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
     ///
-    /// Each rank passes the same dataset, or its own copy of it. After it each has a loader for its share, which may be
-    /// empty. Two small all-gathers; blocks until all ranks have called it.
+    /// Each rank passes the same dataset, or its own copy of it. It gets a loader for its share, which may be empty.
+    /// Costs two small all-gathers; blocks until all ranks have called it.
     ///
     /// # Errors
     ///

@@ -6,18 +6,19 @@
 //! | [`EvalLoader`] | evaluation: every item once, no padding, in order unless shuffled |
 //! | [`LoaderBuilder`] | builds either; from `Ddp::loader` and `Ddp::eval_loader` |
 //! | [`StreamLoader`] | training on a [`StreamSource`], which is read from front to back; from `Ddp::stream` |
-//! | [`Position`] | the items all ranks have consumed: what a checkpoint holds, for any world that goes on |
+//! | [`Position`] | the items that all ranks have consumed: saved in a checkpoint, resumed by a world of any size |
 //! | [`EpochPlan`], [`permutation`] | the items of each step and rank, as pure functions |
-//! | [`Sampler`], [`WeightedSampler`] | items of an epoch drawn by weight, sorted by length, or as you say |
+//! | [`Sampler`], [`WeightedSampler`] | another order of an epoch: items drawn by weight, sorted by length, … |
 //! | [`ShardedDataset`] | a rank's share of any Burn `Dataset`, as a `Dataset` |
 //! | [`DistributedSampler`] | torch's arithmetic, for programs that need exactly that |
 //!
-//! The way of a batch: `loader_builder` compares the settings of the ranks; `sharded_loader` makes an `epoch`, cut by
-//! `epoch_plan`; its `batch_stream` takes batches that `prefetch` loads, ahead of it on worker threads.
+//! The modules in the order in which a batch passes them: `loader_builder` compares the settings of the ranks;
+//! `sharded_loader` makes an `epoch`, which `epoch_plan` cuts into steps; the epoch's `batch_stream` takes batches that
+//! `prefetch` loads ahead on worker threads.
 //!
-//! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is what all ranks load for one
-//! backward (with accumulation several make an optimizer step); a rank's *share* of it is its *batch*. A batch is
-//! *loaded* by a worker, perhaps ahead of time, and *consumed* when the loop takes it. Epochs and steps count
+//! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is the items that all ranks load for
+//! one backward (with accumulation, several steps make an optimizer step); a rank's *share* of a step is its *batch*. A
+//! batch is *loaded* by a worker, perhaps ahead of time, and *consumed* when the loop takes it. Epochs and steps count
 //! from 0 in arguments and from 1 in messages ("step 3 of 10 in epoch 1").
 
 mod batch_stream;

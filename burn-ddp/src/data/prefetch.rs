@@ -1,4 +1,4 @@
-//! Loading batches, on the caller's thread or ahead of it on worker threads.
+//! Loading batches: on demand on the caller's thread, or ahead of demand on worker threads.
 //!
 //! A [`Pool`] belongs to a loader and outlives its epochs, since backends keep a stream and its memory per thread. A
 //! [`Pass`] loads the batches of one [`BatchList`]. Batch k is loaded by worker k mod n into that worker's bounded
@@ -17,13 +17,13 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::tensor::Device;
 
-/// Finished batches that wait in a worker's channel, at most.
+/// Largest number of finished batches in a worker's channel.
 const AHEAD_PER_WORKER: usize = 2;
 
-/// Workers of a loader that sets no other number: one reads ahead of the training.
+/// Workers of a loader by default: one, which loads ahead of the training.
 pub(crate) const DEFAULT_WORKERS: usize = 1;
 
-/// Interval at which a waiting pass checks that the job goes on.
+/// Interval at which a waiting pass checks that the job has not ended.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 
 /// A dataset and a batcher, without the type of items.
@@ -92,7 +92,7 @@ impl<O: Send + 'static> Pool<O> {
         Arc::new(Pool { source, device, num_workers, idle: Mutex::new(Vec::new()) })
     }
 
-    /// A pool of as many workers over the same source, whose batches are on `device`.
+    /// A pool with as many workers over the same source, whose batches are on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Arc<Self> {
         Self::new(self.source.clone(), device.clone(), self.num_workers)
     }
@@ -139,7 +139,7 @@ impl<O: Send + 'static> Pool<O> {
 
 fn do_job<O>(source: &dyn Load<O>, device: &Device, job: Job<O>) {
     for batch in (job.first..job.list.batches).step_by(job.stride) {
-        // Unwind safe in effect: threads share dataset and batcher by reference, and a panic poisons their locks.
+        // Unwind safe: threads share dataset and batcher by reference only, and a panic poisons locks in them.
         let loaded = match catch_unwind(AssertUnwindSafe(|| source.load((job.list.indices)(batch), device))) {
             Ok(Ok(batch)) => Loaded::Batch(batch),
             Ok(Err(error)) => Loaded::Error(error),
@@ -192,7 +192,7 @@ impl<O> Pass<O> {
         };
         let taken = workers.take(batch, timeout, check);
         if matches!(taken, Err(Failure::Stalled { .. } | Failure::JobEnded(_))) {
-            // A batch that arrives late must not pass for a later one.
+            // A batch that arrives after its deadline must not be taken for a later batch.
             self.next = self.list.batches;
         }
         Some(taken)

@@ -1,4 +1,4 @@
-//! Position of a training loader, as a checkpoint holds it: taken, checked and resumed from.
+//! Position of a training loader, to be saved in a checkpoint: taking it, checking it and resuming from it.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::DataError;
 use super::sharded_loader::ShardedLoader;
 use crate::agreement;
 
-/// Items that all ranks together have consumed: what a checkpoint holds of a [`ShardedLoader`].
+/// Items that all ranks together have consumed: the state of a [`ShardedLoader`] in a checkpoint.
 ///
 /// It depends neither on the world size nor on the batch size, and is the same on every rank. Serialize it with serde.
 ///
@@ -50,7 +50,7 @@ use crate::agreement;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     epoch: usize,
-    /// By the name it has in checkpoints since the first format.
+    /// Serialized by the field's name in the first format of checkpoints.
     #[serde(rename = "read")]
     consumed: usize,
     items: usize,
@@ -68,7 +68,7 @@ impl Position {
         self.epoch
     }
 
-    /// Items of that epoch that were handed out, over all ranks.
+    /// Items of the epoch that were handed out, over all ranks.
     #[must_use]
     pub fn consumed(&self) -> usize {
         self.consumed
@@ -117,11 +117,11 @@ fn order(seed: Option<u64>) -> String {
 }
 
 impl<O: Send + 'static> ShardedLoader<O> {
-    /// The position of all ranks together: what a checkpoint has to hold to [`resume`](Self::resume).
+    /// The position of all ranks together. Save it in a checkpoint to [`resume`](Self::resume) from it.
     ///
-    /// A step is consumed from the moment its batch is handed out, so save after the optimizer step; batches that
-    /// workers loaded ahead do not count. After the last batch of an epoch it is the beginning of the next one. If
-    /// several epochs of this loader are iterated at once, it is that of the one begun last. Not collective.
+    /// A step counts as consumed when its batch is handed out, so save after the optimizer step; batches that workers
+    /// loaded ahead do not count. After the last batch of an epoch the position is the beginning of the next epoch. If
+    /// several epochs of this loader are iterated at once, it is the position in the epoch begun last. Not collective.
     ///
     /// # Example
     ///
@@ -132,19 +132,20 @@ impl<O: Send + 'static> ShardedLoader<O> {
         Position::new(epoch, consumed, self.plan().items(), self.seed())
     }
 
-    /// Goes on from `position`, in any world and with any batch size: first comes the rest of the interrupted epoch,
-    /// then whole epochs. *Collective*: all ranks pass the same position.
+    /// Makes the loader continue from `position`, in a world of any size and with any batch size: first with the rest
+    /// of the interrupted epoch, then with whole epochs. *Collective*: all ranks pass the same position. Costs one
+    /// small all-gather.
     ///
-    /// The rest is the epoch's order from the first item that was not consumed, cut anew as an
-    /// [`EpochPlan`](super::EpochPlan) cuts it: every item of the epoch is loaded once with its true weight. With the
-    /// world and the batch size of before, the steps are those of a run without interruption. [`epochs`](Self::epochs)
+    /// The rest begins in the epoch's order at the first item that was not consumed, and is cut anew by an
+    /// [`EpochPlan`](super::EpochPlan): every item of the epoch is loaded once with its true weight. With the same
+    /// world size and batch size as before, the steps are those of a run without interruption. [`epochs`](Self::epochs)
     /// skips the numbers before the interrupted epoch, so the same loop serves the first run and the resumed one.
     ///
     /// # Errors
     ///
-    /// On every rank alike, and the loader is as before: [`DataError::PositionMismatch`] if the position is of a
-    /// dataset of another length, or of another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass different
-    /// positions. [`DataError::Comm`] if a peer failed.
+    /// On every rank alike, and the loader is unchanged: [`DataError::PositionMismatch`] if the position was saved with
+    /// a dataset of another length, or with another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass
+    /// different positions. [`DataError::Comm`] if a peer failed.
     ///
     /// # Example
     ///

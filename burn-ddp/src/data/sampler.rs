@@ -11,7 +11,7 @@ use super::{DataError, permutation};
 /// The items of each epoch, over all ranks, in order: for [`sampler`](super::LoaderBuilder::sampler).
 ///
 /// An epoch may repeat items of the dataset and leave others out: drawn by weight ([`WeightedSampler`]), of similar
-/// length side by side, easy ones first. The loader cuts the order into steps and shares as any other one.
+/// length side by side, easy ones first. The loader cuts the order into steps and shares like any other order.
 ///
 /// ```
 /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -64,8 +64,8 @@ pub trait Sampler: Send + Sync {
         self.len() == 0
     }
 
-    /// Indices in the dataset of the items of `epoch`: [`len`](Self::len) of them, the same on every rank and in a run
-    /// that is resumed.
+    /// Indices in the dataset of the items of `epoch`: [`len`](Self::len) indices, the same on every rank and in a
+    /// resumed run.
     fn order(&self, epoch: usize) -> Vec<usize>;
 }
 
@@ -125,7 +125,7 @@ impl Sampler for WeightedSampler {
     fn order(&self, epoch: usize) -> Vec<usize> {
         let mut next = stream(self.seed, epoch as u64, b"burn-ddp/weights");
         let total = self.sums.last().copied().unwrap_or(0.0);
-        // The last item with a weight: rounding must not lead past it.
+        // The last item with a positive weight, since rounding must not select one after it.
         let last = self.sums.partition_point(|sum| *sum < total);
         let mut draw = || {
             let uniform = (next() >> 11) as f64 / (1u64 << 53) as f64;
@@ -142,7 +142,7 @@ pub(super) enum Order {
     Shuffled {
         seed: u64,
     },
-    /// A shuffle of a dataset with this number of items.
+    /// The order of a sampler, for a dataset with this number of items.
     Sampled {
         sampler: Arc<dyn Sampler>,
         dataset: usize,
@@ -165,7 +165,7 @@ impl Order {
         }
     }
 
-    /// Text by which ranks compare orders. It checks nothing: an invalid order fails at its epoch.
+    /// Text by which ranks compare orders. An invalid order is no error here, but at its epoch.
     pub(super) fn text(&self) -> String {
         match self {
             Order::Dataset => "that of the dataset".to_string(),
@@ -178,13 +178,13 @@ impl Order {
         }
     }
 
-    /// Indices in the dataset of the items of `epoch` that are at `range`; `None` if they are `range` itself. Shuffled,
-    /// they are the items of `range` in an order of their own.
+    /// Indices in the dataset of the items at `range` of the order of `epoch`; `None` if the indices are `range`
+    /// itself. A shuffle permutes the items of `range` only.
     ///
     /// # Errors
     ///
-    /// [`DataError::Sampler`] if the sampler's order has another length than it says, or an index outside of the
-    /// dataset.
+    /// [`DataError::Sampler`] if the length of the sampler's order differs from its `len`, or an index is outside of
+    /// the dataset.
     pub(super) fn of_epoch(&self, epoch: usize, range: Range<usize>) -> Result<Option<Vec<usize>>, DataError> {
         match self {
             Order::Dataset => Ok(None),

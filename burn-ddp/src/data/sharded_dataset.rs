@@ -10,8 +10,8 @@ use crate::Ddp;
 
 /// One rank's share of a [`Dataset`], itself a [`Dataset`].
 ///
-/// Shares are not padded: their sizes differ by at most one and together they are the dataset, so that an evaluation
-/// counts every item once. A rank's share may be empty. Only [`from_sampler`](Self::from_sampler) has torch's padding.
+/// Shares are not padded: their sizes differ by at most one, and together they are the dataset, so that an evaluation
+/// counts every item once. A rank's share may be empty. Only [`from_sampler`](Self::from_sampler) pads, as torch does.
 ///
 /// ```
 /// use burn::data::dataset::{Dataset, InMemDataset};
@@ -169,7 +169,7 @@ impl<D> ShardedDataset<D> {
     }
 
     fn index(&self, index: usize) -> usize {
-        // The trait asks for a panic, as slices do.
+        // As the trait requires, an index outside of the share panics.
         assert!(index < self.len(), "index {index} is out of bounds for a share of {} item(s)", self.len());
         match &self.share {
             Share::Every { start, stride, .. } => start + index * stride,

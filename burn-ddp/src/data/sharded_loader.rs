@@ -1,4 +1,4 @@
-//! The training loader: one dataset, all ranks, epoch after epoch.
+//! The training loader: each rank's share of a dataset, epoch after epoch.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,12 +12,13 @@ use crate::{Ddp, batch_weight};
 
 /// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
 ///
-/// All ranks go through each epoch in the same steps, as an [`EpochPlan`] cuts it: every item once, equally many steps
-/// on every rank, batch sizes that differ by at most one. Each batch weighs its backwards by its number of items, or by
-/// what [`weigh`](super::LoaderBuilder::weigh) says, which makes the averaged gradient that of all items of the step.
+/// All ranks go through each epoch in the same steps, cut by an [`EpochPlan`]: every item once, equally many steps on
+/// every rank, batch sizes that differ by at most one. Each batch weighs its backwards by its number of items, or by
+/// the function given to [`weigh`](super::LoaderBuilder::weigh), so that the averaged gradient is that of all items of
+/// the step. Taking a batch makes no collective.
 ///
-/// Ranks must leave an epoch at the same step. If one rank leaves alone, the job ends with an error that says so,
-/// instead of a hang of the others.
+/// All ranks must leave an epoch at the same step. If one rank leaves alone, the other ranks do not hang: the job ends
+/// with an error that names the rank.
 ///
 /// It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader): each `iter()` is the next epoch; items and
 /// progress are counted over all ranks. Clones are the same loader.
@@ -96,8 +97,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
         self.cursor().next()
     }
 
-    /// Makes [`iter`](Self::iter) begin `epoch` next. On all ranks. See [`resume`](Self::resume) to go on within an
-    /// epoch.
+    /// Makes [`iter`](Self::iter) begin `epoch` next. Call it on all ranks. To continue within an epoch, see
+    /// [`resume`](Self::resume).
     pub fn set_epoch(&self, epoch: usize) {
         self.cursor().set_epoch(epoch);
     }
@@ -143,14 +144,14 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.plan
     }
 
-    /// True if batches have a weight of their own, and not their number of items.
+    /// True if the weight of a batch is not its number of items, but that of `weigh`.
     #[cfg(feature = "train")]
     pub(crate) fn has_weights(&self) -> bool {
         self.inner.weigh.is_some()
     }
 
-    /// Weight of `batch`, the rank's `share` of a step; `name` names it in an error. A rank without a share, which
-    /// loaded another rank's item, counts nothing.
+    /// Weight of `batch`, the rank's `share` of a step; `name` names it in an error. It is 0 for a rank without a
+    /// share, which has loaded an item of another rank.
     pub(super) fn weight(&self, batch: &O, share: usize, name: impl FnOnce() -> String) -> Result<f64, DataError> {
         let Some(weigh) = self.inner.weigh.as_ref().filter(|_| share > 0) else { return Ok(share as f64) };
         let weight = weigh(batch);
@@ -197,8 +198,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
         Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, order, pool, cursor }) }
     }
 
-    /// A loader of its own for the items `start..end`; for those at these places of each epoch, if a sampler orders
-    /// them.
+    /// A further loader for the items `start..end` of the dataset; with a sampler, for the items at these places of
+    /// each epoch's order.
     pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
         let Inner { ddp, plan, weigh, first, order, pool, .. } = &*self.inner;
         if start > end || end > plan.items() {

@@ -12,19 +12,19 @@ use super::prefetch::Load;
 /// Items of a stream, in order.
 pub type Stream<I> = Box<dyn Iterator<Item = Result<I, DatasetError>> + Send>;
 
-/// A part of a source: number `index` of `of` parts that together have every item of the epoch once.
+/// A part of a source: number `index` of `of` parts, which together contain every item of the epoch once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamShard {
     /// Its number, from 0.
     pub index: usize,
     /// Number of parts: ranks times workers.
     pub of: usize,
-    /// The epoch, from 0, for sources with another order in each.
+    /// The epoch, from 0, for sources whose order depends on the epoch.
     pub epoch: usize,
 }
 
 impl StreamShard {
-    /// True if this part has the file, record or block number `nth`, where they are dealt out in turn.
+    /// True if this part contains the file, record or block number `nth`, if the parts take them in turn.
     ///
     /// # Example
     ///
@@ -77,13 +77,14 @@ impl StreamShard {
 /// ```
 pub trait StreamSource<I>: Send + Sync {
     /// Opens a part. Every rank opens the parts of its own workers, once per epoch, on the thread that reads the first
-    /// item of it.
+    /// item of the part.
     ///
-    /// A run that is resumed skips items by the iterator's `nth`, which reads them unless the iterator seeks.
+    /// A resumed run skips items by the iterator's `nth`, which by default reads them; an iterator that can seek should
+    /// implement `nth`.
     ///
     /// # Errors
     ///
-    /// That of opening it, which ends the epoch on all ranks.
+    /// The error of opening the part, which ends the epoch on all ranks.
     fn open(&self, shard: StreamShard) -> Result<Stream<I>, DatasetError>;
 }
 
@@ -153,7 +154,7 @@ impl<I: Clone + Send, O> Streams<I, O> {
         let mut spare = lock(&self.spare);
         for opened in &self.streams {
             if spare.is_none() {
-                // An earlier run has read all.
+                // All items of the part were consumed before the run was resumed.
                 *spare = self.source.open(lock(opened).shard)?.next().transpose()?;
             }
         }

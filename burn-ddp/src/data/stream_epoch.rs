@@ -1,4 +1,4 @@
-//! One epoch of a streaming loader: steps of all ranks until none has an item left.
+//! One epoch of a streaming loader: all ranks make steps until no rank has an item left.
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -16,8 +16,9 @@ use crate::batch_weight::{self, LoaderBatch, Step};
 /// The batches of one epoch on this rank, until no rank has an item left; from
 /// [`StreamLoader::epochs`](StreamLoader::epochs).
 ///
-/// What one rank cannot read is an error on all ranks at the same step, and ends the epoch. Take a batch when it is
-/// used, see [`Epoch`](super::Epoch).
+/// Before each step the ranks exchange their numbers of items, by a small all-gather. A read that fails on one rank is
+/// an error on all ranks at the same step, and ends the epoch. Take a batch when it is used, see
+/// [`Epoch`](super::Epoch).
 ///
 /// # Example
 ///
@@ -26,15 +27,15 @@ use crate::batch_weight::{self, LoaderBatch, Step};
 pub struct StreamEpoch<I: Clone + Send + 'static, O: Send + 'static> {
     loader: StreamLoader<I, O>,
     number: usize,
-    /// Number of the pass, over all epochs.
+    /// Number of this pass among the passes over all epochs.
     begun: u32,
     streams: Arc<Streams<I, O>>,
     batches: BatchStream<Portion<O>>,
     /// Worker of the first batch of this pass.
     first_turn: usize,
-    /// Batches that were handed out, including those of an interrupted run before.
+    /// Batches that were handed out, including those before a resume.
     taken: Taken,
-    /// Parts that ended, one after the other, since the last batch.
+    /// Number of parts found at their end in a row since the last batch.
     ended: usize,
     ahead: Option<Ahead<O>>,
     over: bool,
@@ -42,7 +43,7 @@ pub struct StreamEpoch<I: Clone + Send + 'static, O: Send + 'static> {
 
 /// The next step.
 struct Ahead<O> {
-    /// This rank's batch, its items and its worker; `None` where the rank has read its part.
+    /// This rank's batch, its items and its worker; `None` if the rank has read its whole part.
     own: Option<(O, usize, usize)>,
     /// True if any rank has items; or the error of a rank.
     comes: Result<bool, DataError>,
@@ -158,7 +159,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         if !comes? {
             return Ok(None);
         }
-        // Before the ranks exchange again: one that has left the epoch is noticed here.
+        // Before the next exchange, so that a rank that has left the epoch is noticed here.
         self.loader.inner().ddp.world().advance(track, at)?;
         let next = self.look_ahead(step.saturating_add(1));
         let last = matches!(next.comes, Ok(false));
@@ -231,7 +232,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> Drop for StreamEpoch<I, O> {
         if self.over || std::thread::panicking() {
             return;
         }
-        // Tells the other ranks where this one leaves the epoch, as other loaders do.
+        // Tells the other ranks at which step this rank leaves the epoch, as other loaders do.
         if let (Ok(begin), Ok(reached)) = (self.at(0), self.at(self.taken.steps)) {
             let inner = self.loader.inner();
             let name = format!("streaming loader {}", inner.id);

@@ -1,4 +1,4 @@
-//! The loader of sources that are read from front to back: steps of all ranks until the last one has read its part.
+//! The loader of sources that are read from front to back: all ranks make steps until the last rank has read its part.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,9 +18,9 @@ impl Ddp {
     /// Begins a training loader over a source without random access: each worker of each rank reads a part of it from
     /// front to back.
     ///
-    /// Ranks may have different numbers of items. Every step, the ranks exchange how many items each has; one that has
-    /// read its part repeats an item with weight 0 until the last one is done. So every item is loaded once per epoch
-    /// with its true weight, and all ranks make equally many steps.
+    /// Ranks may have different numbers of items. In every step a small all-gather tells the ranks how many items each
+    /// has. A rank that has read its whole part repeats an item with weight 0 until the other ranks have read theirs.
+    /// So every item is loaded once per epoch with its true weight, and all ranks make equally many steps.
     ///
     /// ```
     /// use burn::data::{dataloader::batcher::Batcher, dataset::DatasetError};
@@ -143,32 +143,36 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         self
     }
 
-    /// Weighs each batch by what `weight` returns for it (its number of tokens), as
-    /// [`LoaderBuilder::weigh`](super::LoaderBuilder::weigh) does. On all ranks.
+    /// Weighs each batch by the result of `weight` (its number of tokens), as
+    /// [`LoaderBuilder::weigh`](super::LoaderBuilder::weigh) does. All ranks must call it, or none.
     pub fn weigh(mut self, weight: impl Fn(&O) -> f64 + Send + Sync + 'static) -> Self {
         self.weigh = Some(Arc::new(weight));
         self
     }
 
-    /// Threads that each read a part of their own ahead of the loop, whose batches come in turn. With 0, the default,
-    /// the rank has one part too, read when a batch is asked for: nothing is taken from a source, such as a queue, that
-    /// an epoch which ends early would lose. Threads live as long as their epoch.
+    /// Number of threads per rank, each of which reads a part of its own ahead of the loop; the loop takes their
+    /// batches in turn. With 0, the default, the rank has one part, and reads it when a batch is asked for. So an epoch
+    /// that ends early loses no items of a source such as a queue. Threads live as long as their epoch.
     ///
-    /// Memory and batchers that draw random numbers: as for [`LoaderBuilder`](super::LoaderBuilder::num_workers).
+    /// For memory, and for batchers that draw random numbers, see
+    /// [`LoaderBuilder::num_workers`](super::LoaderBuilder::num_workers).
     pub fn num_workers(mut self, num_workers: usize) -> Self {
         self.num_workers = num_workers;
         self
     }
 
-    /// The device of the batches, by default as that of [`LoaderBuilder`](super::LoaderBuilder::set_device) in
-    /// training.
+    /// The device of the batches. The default is that of a training
+    /// [`LoaderBuilder`](super::LoaderBuilder::set_device).
     pub fn set_device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
     }
 
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order, with the same batch size
-    /// and workers, of which 0 and 1 are alike.
+    /// and number of workers (0 and 1 count as the same).
+    ///
+    /// Costs two small all-gathers and what [`World::group`](crate::comm::World::group) costs: connections and a
+    /// barrier.
     ///
     /// # Errors
     ///
@@ -205,8 +209,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
 /// This rank's part of a source that is read from front to back, batch by batch, epoch after epoch; from
 /// [`Ddp::stream`]. Clones are the same loader.
 ///
-/// As with other training loaders, a batch weighs its backwards by its number of items, or by what
-/// [`weigh`](StreamBuilder::weigh) says, and ranks leave an epoch at the same step.
+/// As with other training loaders, a batch weighs its backwards by its number of items, or by the function given to
+/// [`weigh`](StreamBuilder::weigh), and all ranks must leave an epoch at the same step.
 pub struct StreamLoader<I, O> {
     inner: Arc<Inner<I, O>>,
 }
@@ -233,7 +237,7 @@ struct Cursor {
     taken: Taken,
     /// True after `resume`, until an epoch begins.
     resumed: bool,
-    /// Epochs begun so far: tells two passes over one epoch apart.
+    /// Number of epochs begun so far, by which two passes over the same epoch differ.
     begun: u32,
 }
 
@@ -248,8 +252,8 @@ pub(super) struct Taken {
     pub(super) batches: Vec<usize>,
 }
 
-/// Batches that the ranks have taken of their parts: what a checkpoint holds of a [`StreamLoader`]. The same on every
-/// rank; for the same number of ranks and workers. Serialize it with serde.
+/// Number of batches that each rank has taken of its parts: the state of a [`StreamLoader`] in a checkpoint. It is the
+/// same on every rank, and can be resumed by the same number of ranks and workers only. Serialize it with serde.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamPosition {
     epoch: usize,
@@ -308,7 +312,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
         StreamEpoch::new(self.clone(), number, cursor.begun, cursor.taken.clone())
     }
 
-    /// The position of all ranks. *Collective*: after the optimizer step, on every rank.
+    /// The position of all ranks. *Collective*: call it after the optimizer step, on every rank. Costs one small
+    /// all-gather.
     ///
     /// # Errors
     ///
@@ -328,13 +333,14 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
         Ok(StreamPosition { epoch, batch_size: self.inner.batch_size.get(), taken })
     }
 
-    /// Goes on from `position`: with the rest of the interrupted epoch. *Collective*: all ranks pass the same position.
-    /// Batches that were taken before are left out by the `nth` of each worker's stream.
+    /// Makes the loader continue from `position`, with the rest of the interrupted epoch. *Collective*: all ranks pass
+    /// the same position. Costs one small all-gather. The stream of each worker skips the batches that were taken
+    /// before, by its `nth`.
     ///
     /// # Errors
     ///
-    /// On every rank: [`DataError::PositionMismatch`] if the batch size, the number of ranks or that of workers is
-    /// another one, unless the position lies between two epochs; [`DataError::LoadersDiffer`] if the ranks pass
+    /// On every rank: [`DataError::PositionMismatch`] if the batch size, the number of ranks or the number of workers
+    /// has changed, unless the position lies between two epochs; [`DataError::LoadersDiffer`] if the ranks pass
     /// different positions.
     ///
     /// # Example
@@ -403,7 +409,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
         &self.inner
     }
 
-    /// Notes what this rank has taken of the epoch `number`, in the pass that was `begun`; `None` for all of it.
+    /// Notes the batches that this rank has taken of the epoch `number`, in the pass `begun`; `None` for all batches.
     pub(super) fn note_taken(&self, number: usize, begun: u32, taken: Option<&Taken>) {
         let mut cursor = self.cursor();
         if cursor.begun == begun && !cursor.resumed {

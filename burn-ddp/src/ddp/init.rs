@@ -1,4 +1,4 @@
-//! Joining a job: `init` from a launcher's environment, `from_world` from a world made by hand.
+//! Joining a job: `init` reads a launcher's environment, `from_world` takes a `World` that the program has made.
 
 use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
 
@@ -7,14 +7,15 @@ use crate::Result;
 
 impl Ddp {
     /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…),
-    /// or makes a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
+    /// or makes a world of 1 when nothing is set. *Collective*: returns when all ranks have joined.
     ///
-    /// Waits are bounded by [`WorldOptions::from_env`].
+    /// Its deadlines are those of [`WorldOptions::from_env`]. Costs a rendezvous at the launcher's store, connections
+    /// to other ranks, and one [barrier](Ddp::barrier); a world of 1 communicates nothing.
     ///
     /// # Errors
     ///
     /// [`Error::Comm`](crate::Error::Comm): half-set or contradictory variables, an unreachable master, a port in use,
-    /// ranks that do not come in time (named).
+    /// ranks that do not join in time (the error names them).
     ///
     /// # Example
     ///
@@ -30,7 +31,7 @@ impl Ddp {
         Self::init_with(WorldOptions::from_env()?)
     }
 
-    /// [`Ddp::init`] with [`WorldOptions`] of your own. *Collective*.
+    /// [`Ddp::init`] with [`WorldOptions`] of your own. *Collective*, at the cost of `init`.
     ///
     /// # Errors
     ///
@@ -60,7 +61,8 @@ impl Ddp {
         Self::from_world(world)
     }
 
-    /// The handle of a rank whose world was made by hand. *Collective*.
+    /// The handle of a rank, for a [`World`] that the program has made. *Collective*. Costs what [`World::group`]
+    /// costs: connections to the other ranks and one [barrier](Ddp::barrier).
     ///
     /// # Errors
     ///
@@ -88,7 +90,7 @@ impl Ddp {
 #[cfg(feature = "mpi")]
 #[track_caller]
 fn over_mpi(options: WorldOptions) -> Result<World> {
-    // Some MPIs must begin before the ranks meet.
+    // Some MPIs must be initialised before the ranks meet.
     let world = match burn_ddp_mpi::detect()? {
         Some(env) => World::join(&env, options)?,
         None => World::solo(options),

@@ -43,12 +43,12 @@ use shared_state::SharedState;
 #[derive(Clone)]
 pub struct Ddp {
     state: Arc<SharedState>,
-    /// Keeps this rank in the job: handles, wrapped models and loaders have it; nodes that Burn keeps in its graphs,
-    /// maybe for ever, do not.
+    /// Keeps this rank in the job. Handles, wrapped models and loaders hold one; nodes of Burn's graphs hold `None`,
+    /// since Burn may keep them for ever.
     _presence: Option<Arc<Presence>>,
 }
 
-/// Says goodbye when the last holder is gone.
+/// Makes the rank leave the job when the last holder is dropped.
 struct Presence(World);
 
 impl Drop for Presence {
@@ -152,7 +152,7 @@ impl Ddp {
         self.state.world.local_world_size()
     }
 
-    /// True on rank 0, which prints and writes files; each [part](Self::split) of the job has one.
+    /// True on rank 0, which prints and writes files. Each [part](Self::split) of the job has its own rank 0.
     ///
     /// # Example
     ///
@@ -172,9 +172,9 @@ impl Ddp {
         self.rank() == 0
     }
 
-    /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp` or `mpi`; `nccl` once NCCL reduces the
-    /// gradients of a [wrapped](Self::wrap) model, while the engine that was there before still carries what is in host
-    /// memory.
+    /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp`, `shm+tcp` or `mpi`; `nccl` once NCCL
+    /// reduces the gradients of a [wrapped](Self::wrap) model. The previous engine then still carries the collectives
+    /// on host memory.
     ///
     /// # Example
     ///
@@ -191,7 +191,7 @@ impl Ddp {
         }
     }
 
-    /// The world below, of all ranks of the job: for groups of your own and for [`World::fail`].
+    /// The world of all ranks of the job: for groups of your own and for [`World::fail`].
     ///
     /// # Example
     ///
@@ -225,17 +225,17 @@ impl Ddp {
         &self.state.group
     }
 
-    /// This rank's device: the GPU with its local rank, if there are GPUs of a kind that is built in, else the
+    /// This rank's device: the GPU whose index is the local rank, if a backend that is built in finds GPUs, else the
     /// processor. Add `.autodiff()` for training.
     ///
-    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind, as for Burn's default device. Which GPUs there are,
-    /// drivers decide, by `CUDA_VISIBLE_DEVICES` and its like.
+    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind of device, as for Burn's default device. The driver
+    /// decides which GPUs a process sees, by `CUDA_VISIBLE_DEVICES` and similar variables.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) if the machine has fewer GPUs than ranks, unless
-    /// `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built
-    /// without any backend.
+    /// `BURN_DDP_SHARE_DEVICES=1` lets ranks share GPUs; if `BURN_DEVICE` names a kind that is not built in; if
+    /// burn-ddp was built without any backend.
     ///
     /// # Example
     ///
@@ -252,13 +252,14 @@ impl Ddp {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
 
-    /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after
-    /// [`Ddp::wrap`] and with each batch that a training loader hands out. So dropout differs between ranks, repeats
-    /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
-    /// interrupted. It takes the place of `device.seed(seed)`; after `wrap` that one makes all ranks draw the same.
+    /// Seeds `device`: with `seed` on every rank until the model is wrapped, then with a seed of the rank's own,
+    /// renewed by [`Ddp::wrap`] and by each batch that a training loader hands out. So dropout differs between ranks,
+    /// repeats between runs, and in a [resumed](crate::data::ShardedLoader::resume) run is that of a run without
+    /// interruption. Call it in place of `device.seed(seed)`, which after `wrap` would make all ranks draw the same
+    /// numbers. It communicates nothing.
     ///
-    /// Burn's backends have one generator per process: with ranks as threads ([`Ddp::spawn`]) random numbers do not
-    /// repeat, which rank 0 logs as a warning.
+    /// Burn's backends have one random generator per process. If the ranks are threads ([`Ddp::spawn`]), they share it,
+    /// so random numbers do not repeat between runs; rank 0 logs a warning.
     ///
     /// # Example
     ///
@@ -279,9 +280,10 @@ impl Ddp {
         self.state.set_seed(device, seed);
     }
 
-    /// Sets the number of items (or tokens: what the loss is a mean over) that the following backwards stand for, until
-    /// a loader of ours hands out its next batch or ends its epoch. Only needed with other loaders, or with two of ours
-    /// in one step; see [`weigh`](crate::data::LoaderBuilder::weigh) for tokens.
+    /// Sets the weight of the following backwards in the average: the number of items (or tokens) over which this
+    /// rank's loss is a mean. It holds until a loader of burn-ddp hands out its next batch or ends its epoch. Only
+    /// needed with other loaders, or with two of burn-ddp's in one step; see
+    /// [`weigh`](crate::data::LoaderBuilder::weigh) for tokens. It communicates nothing.
     ///
     /// # Errors
     ///
@@ -308,8 +310,8 @@ impl Ddp {
         self.state.batch_weight.set(items)
     }
 
-    /// Number of items (or tokens) that the running or next backward stands for: those of this rank's part of the step,
-    /// from the training loader's last batch or [`Ddp::set_batch_items`]; 1 without either.
+    /// Weight of the running or next backward: the number of items (or tokens) in this rank's part of the step, from
+    /// the training loader's last batch or [`Ddp::set_batch_items`]; 1 without either.
     ///
     /// A mean loss times this number can be summed over steps and ranks.
     ///
@@ -353,7 +355,7 @@ impl Ddp {
         Telemetry::new(self.without_presence())
     }
 
-    /// Waits until every rank has come here. *Collective*.
+    /// Waits until every rank has called it. *Collective*. Costs one step, in which only headers travel.
     ///
     /// # Errors
     ///
@@ -378,11 +380,13 @@ impl Ddp {
         Ok(self.group().barrier()?)
     }
 
-    /// Ends the job: waits for checkpoints under way and for all ranks, logs the [report](Telemetry::report), then says
-    /// goodbye. *Collective*. A rank may leave without it where no other rank waits for it any more.
+    /// Ends the job: waits for checkpoints that are being written and for all ranks, logs the
+    /// [report](Telemetry::report), then leaves the job. *Collective*. A rank may end without it if no other rank waits
+    /// for it any more.
     ///
-    /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part; the rank stays in
-    /// the job.
+    /// The handle of a [part](Self::split) waits for the checkpoints and the ranks of this part; the rank stays in the
+    /// job. Costs a [barrier](Self::barrier), the report's small all-gather, and another one per directory of
+    /// checkpoints with an asynchronous save.
     ///
     /// # Errors
     ///

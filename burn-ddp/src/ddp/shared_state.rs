@@ -1,5 +1,5 @@
-//! State that all clones of a handle share: its group, counters and checkpoints under way. Handles of one rank for
-//! several groups share the seed and the weights of batches, too.
+//! State that all clones of a handle share: its group, its counters, and the checkpoints that are being written. All
+//! handles of a rank, also those of different groups, share the seed and the weights of batches.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ pub(crate) struct SharedState {
     pub(crate) world: World,
     /// Group of the user's calls and of `wrap`; each wrapped model has a group of its own.
     pub(crate) group: Arc<ProcessGroup>,
-    /// True if the handle came out of a split.
+    /// True if `Ddp::split` made the handle.
     is_part: bool,
     /// Weight of the next backward: written by loaders and the user, taken by the first gradient of a backward. Shared
     /// by all handles of this rank.
@@ -27,7 +27,7 @@ pub(crate) struct SharedState {
     pub(crate) meter: Meter,
     /// Name of the engine that carries collectives on host memory.
     pub(crate) host_engine: &'static str,
-    /// Group of the collectives whose backward is a collective, too. Made by the first of them.
+    /// Group of the differentiable collectives and their backwards. Made by the first such collective.
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     /// Number of loaders built so far.
     loaders: AtomicU32,
@@ -46,9 +46,9 @@ struct RankState {
     /// Device of the model that was wrapped last: written by `wrap`, read by loaders that are built.
     model_device: Mutex<Option<Device>>,
     /// Directories of checkpoints: written when one is opened, read by [`Ddp::finish`](super::Ddp::finish), which waits
-    /// for what is under way.
+    /// for the checkpoints that are being written.
     checkpoint_directories: Mutex<Vec<OpenedDirectory>>,
-    /// The CUDA device on which NCCL reduces, once it does.
+    /// The CUDA device on which NCCL reduces gradients; empty until it does.
     #[cfg(feature = "nccl")]
     nccl_device: std::sync::OnceLock<usize>,
 }
@@ -60,7 +60,7 @@ impl SharedState {
         Self::of(world, group, false, host_engine, Arc::default(), Arc::default())
     }
 
-    /// State of a handle for `group`, a part of this one's.
+    /// State of a handle for `group`, a part of this handle's group.
     pub(super) fn part(&self, group: ProcessGroup) -> Self {
         let engine = group.engine();
         Self::of(self.world.clone(), group, true, engine, self.batch_weight.clone(), self.of_rank.clone())
@@ -90,7 +90,7 @@ impl SharedState {
         }
     }
 
-    /// True if the handle came out of a split, so that its group is not the job's.
+    /// True if `Ddp::split` made the handle, so that its group is not that of all ranks of the job.
     pub(crate) fn is_part(&self) -> bool {
         self.is_part
     }
@@ -105,8 +105,8 @@ impl SharedState {
         all.ok_or_else(|| crate::Error::invalid("a split left out a rank that named its color"))
     }
 
-    /// Group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* the first
-    /// time.
+    /// Group of collectives in forwards and their backwards; they have the same order on all ranks. *Collective* the
+    /// first time.
     #[track_caller]
     pub(crate) fn graph_group(&self) -> Result<Arc<ProcessGroup>> {
         let mut group = lock(&self.graph_group);
@@ -133,7 +133,7 @@ impl SharedState {
     /// [`crate::Error::Invalid`] if no training has begun.
     #[cfg(feature = "train")]
     pub(crate) fn metric_group(&self) -> Result<&ProcessGroup> {
-        let missing = || crate::Error::invalid("metrics of all ranks are for what `ddp.training(…)` returns");
+        let missing = || crate::Error::invalid("metrics of all ranks need a training that `ddp.training(…)` has made");
         self.metric_group.get().ok_or_else(missing)
     }
 
@@ -143,9 +143,10 @@ impl SharedState {
         if self.batch_weight.shows_reading_ahead() && self.world.rank() == 0 {
             tracing::warn!(
                 target: "burn_ddp::data",
-                "batches are read ahead of their backwards (`peekable`, a thread of the program's own): each backward \
-                has weighed as much as the batch after its own, and the last one of the epoch 1. Take a batch when it \
-                is used (`num_workers` loads ahead), or call `ddp.set_batch_items` before each backward"
+                "batches are read ahead of their backwards (`peekable`, a thread of the program's own), so each \
+                backward is weighted by the items of the batch after its own, and the last backward of the epoch by 1. \
+                Take a batch when it is used (`num_workers` loads ahead), or call `ddp.set_batch_items` before each \
+                backward"
             );
         }
         let batch = self.batch_weight.take()?;
@@ -155,7 +156,7 @@ impl SharedState {
         Ok(batch)
     }
 
-    /// The CUDA device on which NCCL reduces, once it does.
+    /// The CUDA device on which NCCL reduces gradients; `None` until it does.
     #[cfg(feature = "nccl")]
     pub(crate) fn nccl_device(&self) -> Option<usize> {
         self.of_rank.nccl_device.get().copied()
@@ -211,8 +212,8 @@ impl SharedState {
         lock(&self.of_rank.checkpoint_directories)
     }
 
-    /// Waits for the checkpoints under way: for those of this group, or for all of this rank if the group is the job's.
-    /// *Collective*.
+    /// Waits for the checkpoints that are being written: those of this group, or all of this rank's if the group is the
+    /// job's. *Collective*.
     #[track_caller]
     pub(super) fn finish_background_writes(&self) -> Result<()> {
         let own = |opened: &mut OpenedDirectory| !self.is_part || Arc::ptr_eq(&opened.group, &self.group);

@@ -1,4 +1,4 @@
-//! Starting ranks without a launcher: as threads, or as copies of the own program.
+//! Starting ranks without a launcher: as threads, or as processes that run the same program.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -11,14 +11,15 @@ use super::Ddp;
 use crate::{Error, Result};
 
 impl Ddp {
-    /// Runs `f` on `n` ranks that are threads of this process, and returns what they return, in rank order.
+    /// Runs `f` on `n` ranks that are threads of this process, and returns the ranks' results, in rank order.
     ///
-    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one
-    /// random generator between them; use [`Ddp::launch`] where that matters.
+    /// For tests, examples and backends with a device per thread. The threads share one thread pool and one random
+    /// generator of Burn's CPU backend; use [`Ddp::launch`] where that matters.
     ///
     /// # Errors
     ///
-    /// [`Error::Rank`]: the first rank that failed, with its error or panic message. The others' waits end at once.
+    /// [`Error::Rank`]: the first rank that failed, with its error or panic message. Waits of the other ranks end at
+    /// once.
     ///
     /// # Example
     ///
@@ -98,19 +99,19 @@ impl Ddp {
         }
     }
 
-    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments,
-    /// once per rank. Call it first thing in `main`, and return what it returns.
+    /// Runs `f` on `n` ranks that are processes on this machine: executes the running program again, with the same
+    /// arguments, once per rank. Call it at the beginning of `main`, and return its result from `main`.
     ///
-    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank,
-    /// and under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this
-    /// process.
+    /// In the process that the user starts, `launch` starts the ranks, watches them and returns when all have ended. In
+    /// a rank, and under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in
+    /// this process.
     ///
-    /// Rank 0 keeps the terminal; lines of the others are prefixed with `[rank 1] `.
+    /// Rank 0 keeps the terminal; the output lines of another rank are prefixed with its number, as in `[rank 1] `.
     ///
     /// # Errors
     ///
-    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the
-    /// exit code and the report.
+    /// In a rank: the error of joining or of `f`. In the launching process: [`Error::Launch`], or [`Error::Job`] with
+    /// the exit code and the report.
     ///
     /// # Example
     ///
@@ -166,7 +167,7 @@ impl Failure {
 
 /// Runs `f`; if it fails, passes the failure to `note` and then to the other ranks.
 fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl FnOnce(&Failure)) -> Result<T, Failure> {
-    // Held meanwhile, so that a failing rank does not say goodbye before it says why.
+    // A second handle keeps the rank in the job until its failure has been sent to the other ranks.
     let held = ddp.clone();
     let failure = match catch_unwind(AssertUnwindSafe(|| f(ddp))) {
         Ok(Ok(value)) => return Ok(value),

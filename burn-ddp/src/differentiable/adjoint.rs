@@ -1,4 +1,4 @@
-//! The adjoint of a collective: its effect on gradients.
+//! The adjoint of a collective: the collective on gradients that its backward makes.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Adjoint {
     pub(crate) kind: Kind,
 }
 
-/// Collective whose adjoint it is.
+/// The collective of the forward.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     AllReduce(ReduceOp),
@@ -39,7 +39,7 @@ impl Adjoint {
         }
     }
 
-    /// Factor by which [`apply`](Self::apply) is too large.
+    /// Number by which the result of [`apply`](Self::apply) must still be divided; `None` for 1.
     pub(crate) fn excess(&self) -> Option<f64> {
         matches!(self.kind, Kind::ReduceScatter(ReduceOp::Mean)).then(|| self.group.world_size() as f64)
     }

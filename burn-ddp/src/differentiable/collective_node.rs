@@ -1,4 +1,5 @@
-//! The autodiff node of a collective: a tensor that is computed outside the graph, and the way of its gradient.
+//! The autodiff node of a collective: it puts the result, computed outside the graph, into the graph, and sends its
+//! gradient through the adjoint.
 
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -56,10 +57,10 @@ impl<B: Backend> Backward<B, 2> for Collective {
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
-        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its
-        // averages: all ranks come here first.
+        // The extra parent makes the node, even on a leaf, deeper than the gates of wrapped models. So all ranks make
+        // this collective before the last gate waits for averaged gradients.
         let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
-        // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
+        // Compute-bound, so that gradient checkpointing never repeats the collective.
         match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(adjoint, y.into_primitive()),
             OpsKind::UnTracked(prep) => prep.finish(y.into_primitive()),
@@ -73,7 +74,7 @@ pub(crate) fn read<B: Backend>(tensor: FloatTensor<B>) -> Result<TensorData> {
         .map_err(|e| Error::invalid(format!("reading a gradient from its device failed: {e:?}")))
 }
 
-/// Ends a backward that cannot go on: with a panic, or silently where `Ddp::backward` waits for the error.
+/// Ends a backward that cannot go on: by a panic, which is silent if `Ddp::backward` returns the error.
 pub(crate) fn abandon(ddp: &crate::Ddp, error: Error) -> ! {
     fail(ddp, error);
     std::panic::resume_unwind(Box::new("a backward was abandoned"))

@@ -1,4 +1,4 @@
-//! Collectives whose backward is a collective, too.
+//! Differentiable collectives: their backward is a collective, too.
 
 mod adjoint;
 mod collective_node;
@@ -16,8 +16,8 @@ use crate::ddp::Ddp;
 use crate::{Error, Result, element_collectives, tensor_conversion};
 
 impl Ddp {
-    /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the
-    /// items of all ranks (contrastive ones) and for layers that are split over ranks.
+    /// The collectives through which gradients flow, as in `torch.distributed.nn.functional`: for losses over the items
+    /// of all ranks (contrastive ones) and for layers that are split over ranks. This call communicates nothing.
     ///
     /// # Example
     ///
@@ -44,23 +44,24 @@ impl Ddp {
 
 /// Collectives on float tensors whose backward is a collective too. Made by [`Ddp::differentiable`].
 ///
-/// **What is differentiated** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of Σₛ
-/// lossₛ with respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, and so steps
-/// along the gradient of the mean of the losses. (Means weighted by items weigh what arrives at a rank, from whichever
-/// rank's loss it came: with gradients that cross ranks give all ranks batches of one size.)
+/// **The differentiated function** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of
+/// Σₛ lossₛ with respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, so its step
+/// follows the gradient of the mean of the losses. (Averages weighted by items weigh a rank's whole gradient by that
+/// rank's items, also the parts that came from other ranks' losses. So give all ranks batches of one size.)
 ///
-/// **What each rank must do**: call the same ones in the same order, with tracked inputs on all ranks or on none, and
-/// run the backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks; a
-/// backward that a rank does not run leaves the others waiting until their time-out names it. Ranks that are threads
-/// must not share a tracked tensor: a backward holds the lock of its graph while it waits.
+/// **Each rank must** call the same collectives in the same order, with tracked inputs on all ranks or on none, and run
+/// the backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks. If a
+/// rank does not run its backward, the other ranks wait in theirs until the deadline, and their error names that rank.
+/// Ranks that are threads must not share a tracked tensor, since a backward holds the lock of its graph while it waits.
 ///
 /// The costs below are for a tensor of `b` bytes that each of `n` ranks passes, in the units of
 /// [`Collectives`](crate::Collectives).
 ///
-/// An input without a graph makes a plain collective. With gradient checkpointing a collective is not repeated. All of
-/// them have a group of their own, so they mix with other collectives; the first one makes it.
+/// With an input that is not tracked, the collective has no backward. Gradient checkpointing does not repeat a
+/// collective. Differentiable collectives have a group of their own, so their order relative to other collectives is
+/// free. The first one makes the group, at the cost of [`World::group`](crate::comm::World::group).
 ///
-/// A failure in backward panics with the full report, or is what [`Ddp::backward`] returns.
+/// A failure in a backward is a panic with the full report, or the error of [`Ddp::backward`].
 #[derive(Clone, Copy, Debug)]
 pub struct Differentiable<'a> {
     ddp: &'a Ddp,
@@ -69,8 +70,8 @@ pub struct Differentiable<'a> {
 impl Differentiable<'_> {
     /// Reduces element by element over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`]. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. In backward gradients are
-    /// reduced in the same way.
+    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. The backward reduces the
+    /// ranks' gradients in the same way.
     ///
     /// Two steps in which a rank sends about `2 b` bytes, and the same in backward; one step for small tensors.
     ///
@@ -101,8 +102,8 @@ impl Differentiable<'_> {
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. In backward a rank's
-    /// rows get the sum of the gradients that all ranks have for them.
+    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. In the backward a rank's
+    /// input gets the sum of all ranks' gradients for its rows.
     ///
     /// One step in which a rank sends `(n - 1) b` bytes; in backward the same, as a reduce-scatter.
     ///
@@ -135,7 +136,7 @@ impl Differentiable<'_> {
     /// 0. *Collective*, blocking.
     ///
     /// Each rank passes a tensor of the same shape `[n * r, …]` and holds `[r, …]` after: rows `rank * r ..`.
-    /// In backward the gradients of all slices are gathered.
+    /// The backward gathers the gradients of all slices.
     ///
     /// One step in which a rank sends `(n - 1) / n · b` bytes; in backward the same, as an all-gather.
     ///

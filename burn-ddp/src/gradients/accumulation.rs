@@ -19,9 +19,9 @@ pub enum GradientReduction {
 /// Time at which the gradients of a backward, and those held of earlier ones, are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Boundary {
-    /// At its end, if it is the last micro-batch of a step by their number.
+    /// At the end of the backward, if its micro-batch is the last one of a step by their number.
     Counted,
-    /// At its end: no further micro-batch of the step comes.
+    /// At the end of the backward: no further micro-batch of the step comes.
     Now,
     /// In a later backward.
     Later,
@@ -30,7 +30,7 @@ pub(crate) enum Boundary {
 /// Treatment of the gradients of one backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Contribution {
-    /// Nothing, since the backward has weight 0: its gradients count as absent, even NaN.
+    /// Left out, since the backward has weight 0: its gradients count as absent, even NaN.
     Ignored,
     /// The only gradient of the slot in this step.
     Whole,
@@ -38,7 +38,7 @@ pub(crate) enum Contribution {
     Added(f64),
 }
 
-/// The running backward as the gradients of sharded parameters need it, which the reducer does not reduce.
+/// The running backward, as needed for the gradients of sharded parameters, which the reducer does not reduce.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MicroBatch {
     pub(crate) contribution: Contribution,
@@ -54,7 +54,7 @@ pub(crate) struct MicroBatch {
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct HeldBatches {
     pub(crate) count: usize,
-    /// Items of all of them.
+    /// Items of all held micro-batches.
     pub(crate) items: f64,
     /// The reduction that the sums are for.
     pub(crate) reduction: GradientReduction,
@@ -110,7 +110,7 @@ impl MicroBatches {
         self.count
     }
 
-    /// Items of all of them.
+    /// Items of all micro-batches since the last reduction.
     pub(super) fn items(&self) -> f64 {
         self.items
     }

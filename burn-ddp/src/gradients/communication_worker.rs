@@ -29,7 +29,7 @@ pub(crate) enum Job {
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
-    /// Makes running statistics alike.
+    /// Makes running statistics equal on all ranks.
     Statistics { dtype: DType, buffer: AlignedBytes, source: StatisticsSource },
     /// Gathers digests of parameters.
     Digests(Vec<i64>),
@@ -69,7 +69,7 @@ pub(crate) enum Done {
 #[derive(Debug)]
 pub(crate) enum Fault {
     Comm(burn_ddp_comm::Error),
-    /// This rank's device did not answer, or with an error.
+    /// This rank's device did not answer, or answered with an error.
     Device(String),
 }
 
@@ -89,7 +89,7 @@ pub(crate) struct Finished {
 /// Executor of the collectives.
 #[derive(Debug)]
 pub(crate) enum Worker {
-    /// A thread. When this is dropped it ends after the running collective.
+    /// A thread, which ends after the running collective when this value is dropped.
     Threaded {
         /// Jobs, each with the thread that submits it.
         jobs: Sender<(Job, CallingThread)>,
@@ -111,11 +111,12 @@ impl Worker {
         let (thread, mut submitter) = (CallingThread::new(), CallingThread::current());
         let this = thread.clone();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
-            // After a failure of its device this rank is out of step: it calls nothing more, and the failure ends the
-            // world.
+            // After a failure of its device this rank is out of step: it enters no further collective, and the failure
+            // ends the world.
             let mut failed: Option<String> = None;
             this.begin();
-            // Idle, it waits for the thread that submits: ranks whose calls wait for each other are found also then.
+            // While idle, this thread is known to wait for the submitting thread, so that a deadlock between ranks is
+            // found also then.
             while let Ok((job, by)) = submitter.awaited(|| todo.recv()) {
                 submitter = by;
                 let done = match &failed {

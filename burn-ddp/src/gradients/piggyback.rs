@@ -21,7 +21,7 @@ pub(crate) struct Piggyback {
     /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer)
     /// holds.
     pub digests: Option<Vec<i64>>,
-    /// Movements of the parameters, one per slot: of use where digests differ. None to compare bit by bit.
+    /// Movements of the parameters, one per slot, to judge digests that differ. Empty to compare bit by bit.
     pub movements: Vec<Sketch>,
     /// Digest of this rank's own gradients, which travels with `digests`; 0 for none.
     pub own_gradients: i64,
@@ -93,7 +93,7 @@ impl Submitted {
             meter.done(Communication::Other(name), time);
             Ok::<_, Error>(done)
         };
-        // All of them are taken before an error is returned: the rest would be taken for results of the next step.
+        // All results are taken before an error is returned: the rest would be taken for results of the next step.
         for _ in 0..self.statistics {
             match next(meter, "buffers")? {
                 Done::Statistics { result: Err(e), .. } => {

@@ -1,6 +1,6 @@
 //! Schedule of the reductions: gradients of one rank become averages, bucket by bucket, while backward goes on.
 //!
-//! Knows slots, buckets and steps, but not what a gradient is made of: that is the [store](super::store)'s. The order
+//! The reducer knows slots, buckets and steps; only the [store](super::store) knows the gradients' tensors. The order
 //! of calls in one backward: [`Reducer::begin`], [`Reducer::put`] for each gradient as it becomes final,
 //! [`Reducer::submit_rest`], [`Reducer::finish`], [`Reducer::outcome`] of each slot, [`Reducer::end_step`].
 
@@ -41,11 +41,11 @@ pub(crate) struct Reducer<T> {
     next: usize,
     /// Next bucket to collect.
     collected: usize,
-    /// Slots for which any rank had a gradient in the step that ends.
+    /// True for each slot for which any rank had a gradient, in the step being finished.
     present: Vec<bool>,
-    /// The reduced wake flag of the step that ends.
+    /// The reduced wake flag of the step being finished.
     wake: bool,
-    /// First error of a reduction of the step that ends.
+    /// First error of a reduction of the step being finished.
     failed: Option<Error>,
     /// Payloads behind the buckets whose results the worker has not returned.
     piggyback: Submitted,
@@ -59,7 +59,7 @@ pub(crate) struct Reducer<T> {
     order: Option<Vec<usize>>,
     /// Number of times the user discarded held gradients; the same on all ranks, or reductions fail.
     discards: u64,
-    /// Error of all further steps, set when a step ends half-way with buckets at the worker or gradients lost.
+    /// Error that all further steps return; set when a step ends half-way with buckets at the worker or gradients lost.
     broken: Option<Error>,
 }
 
@@ -75,7 +75,7 @@ impl<T> Reducer<T> {
         let (rank, id) = (group.ranks()[group.rank()], group.id());
         group.hide_from_timeline();
         let plan = Plan::new(&slots, &[], settings.caps, store.packs());
-        // Ranks may compute on different backends, and all have the same buffers: one that needs more decides.
+        // Ranks may compute on different backends, but all have the same buffers: the rank that needs most decides.
         let lens: Option<Vec<_>> = group.all_gather_object(&store.ring_len())?.into_iter().collect();
         let ring_len = lens.and_then(|lens| lens.into_iter().max());
         let worker = if settings.overlap {
@@ -250,8 +250,9 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Takes part in a reduction of the other ranks without a backward: with gradients held of earlier micro-batches,
-    /// else with weight 0. Returns false if every rank did so, and none had a gradient: that does not count as a step.
+    /// Takes part in a reduction of the other ranks without a backward: with the gradients that it holds of earlier
+    /// micro-batches, or else with weight 0. Returns false if every rank did so and none had a gradient, which does not
+    /// count as a step.
     pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
         self.refuse_broken()?;
         self.batches.reducing = true;
@@ -288,7 +289,7 @@ impl<T> Reducer<T> {
         if self.broken.is_none() && !self.ring.is_complete() {
             self.broken = Some(self.fault(
                 "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot \
-                get back in step".into(),
+                get back in step: restart the job".into(),
             ));
         }
         self.batches.clear();
@@ -312,8 +313,8 @@ impl<T> Reducer<T> {
         self.discard();
         if counted && self.broken.is_none() {
             self.broken = Some(self.fault(
-                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; \
-                the ranks cannot get back in step"
+                "an earlier backward ended half-way (a panic?), and the gradients held for accumulation are lost; the \
+                ranks cannot get back in step: restart the job"
                     .into(),
             ));
         }
@@ -420,7 +421,7 @@ impl<T> Reducer<T> {
                 taken.map_err(|e| self.fault(e))
             }
             Err(Fault::Comm(e)) => Err(e.into()),
-            Err(Fault::Device(e)) => Err(self.fault(format!("gradients on their device: {e}"))),
+            Err(Fault::Device(e)) => Err(self.fault(format!("gradients were not reduced on their device: {e}"))),
         };
         if let Err(error) = taken {
             self.failed.get_or_insert(error);

@@ -7,6 +7,8 @@ pub(super) const STEPS: u32 = 8;
 /// Steps without gradients, counted for each slot of a wrapped model.
 #[derive(Default)]
 pub(super) struct AbsentGradients {
+    /// True once the user was warned of [`Suspects::Lost`].
+    pub(super) warned_lost: bool,
     /// Steps since the last gradient; `None` for a slot that has had none. Empty before the first step.
     since: Vec<Option<u32>>,
 }

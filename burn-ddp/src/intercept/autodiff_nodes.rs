@@ -82,7 +82,8 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
 
     fn backward(self, ops: Ops<HookState<B>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        // The layers that read have run and are gone: another owner is the tensor that the read returned.
+        // The layers that used the read have run and are gone: another owner of the node is the tensor that the read
+        // returned.
         let is_kept = Arc::strong_count(&ops.node) > 1;
         let HookState { read, leaf, apart, value } = ops.state;
         read.model.lookups.trained(read.slot, leaf);
@@ -117,7 +118,8 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             if model.is_sharded(slot) {
                 let (part, trainable) = (x.primitive().clone(), model.is_trainable(slot));
                 let tap = TapHandle { model, slot, apart, value_id };
-                // A layer over trained ones keeps a frozen whole until its backward: only tracked nodes are recomputed.
+                // A frozen layer over trained ones keeps the whole until its backward, as Burn recomputes only tracked
+                // nodes.
                 let whole = if trainable { evaluated::<B>(part, &tap) } else { gathered::<B>(&tap, part).0 };
                 return untracked::<B>(whole);
             }
@@ -142,7 +144,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
                 let tap = TapHandle { model: model.clone(), slot, apart, value_id };
                 let (whole, number) = gathered::<B>(&tap, gate.primitive().clone());
                 let again = Regather::<B> { tap, read: number, part: gate.id(), backend: PhantomData };
-                // Whatever the device's strategy: nothing keeps the whole until backward.
+                // This strategy, whatever that of the device is, so that nothing keeps the whole until backward.
                 let prep = Backward::<B, 2>::prepare::<BalancedCheckpointing>(Hook, [gate.node(), rung]);
                 match prep.memory_bound().retro_forward(again).parents([&gate]).stateful() {
                     OpsKind::Tracked(prep) => prep.finish(read(), whole),

@@ -1,4 +1,4 @@
-//! Average of a parameter that this rank did not use, as a parameter that visitors are shown.
+//! Shows visitors the average of a parameter that this rank did not use, in the form of a parameter.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -13,18 +13,17 @@ use crate::ddp::Ddp;
 use crate::device::is_libtorch;
 
 impl Ddp {
-    /// The average of one parameter's gradient over all ranks, out of the result of a backward: also of a parameter
-    /// that other ranks have used and this rank has not. Not collective, and it does not wait.
+    /// The average of one parameter's gradient over all ranks, from the result of a backward; also of a parameter that
+    /// other ranks have used and this rank has not. Not collective: it neither communicates nor waits.
     ///
-    /// Returns `None` if no rank has used the parameter, and in backwards that only sum up (accumulation,
+    /// Returns `None` if no rank has used the parameter, and after backwards that only sum up (accumulation,
     /// [`no_sync`](Ddp::no_sync)). In a world of 1 it is the gradient.
     ///
     /// `param.base().grad(&grads)` is the same for parameters that this rank has used. `param.val().grad(&grads)` is
     /// `None`, also for a `val()` that was kept from the forward.
     /// An optimizer written by hand must step every parameter for which this returns an average, or the ranks train
-    /// apart: the next backward warns of it, and the comparison of replicas is an error. A `ModuleMapper` gets
-    /// parameters without what `wrap` has added: there, take the averages out of `GradientsParams::from_grads` by
-    /// `param.id`.
+    /// apart: the next backward warns of it, and the comparison of replicas fails. A `ModuleMapper` gets parameters
+    /// without what `wrap` has added: there, take the averages out of `GradientsParams::from_grads` by `param.id`.
     ///
     /// # Example
     ///

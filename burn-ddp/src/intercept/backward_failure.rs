@@ -54,7 +54,7 @@ pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
     }
 }
 
-/// Reports that a backward has failed to the other ranks, and to `Ddp::backward` if it runs on this thread; panics
+/// Reports the error of a backward to the other ranks, and to `Ddp::backward` if that runs on this thread; panics
 /// otherwise.
 pub(crate) fn fail(ddp: &Ddp, error: Error) {
     let note = "a `loss.backward()` of the program ends here, since it cannot return an error (RUST_BACKTRACE=1 shows \

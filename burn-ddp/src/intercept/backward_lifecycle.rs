@@ -37,11 +37,11 @@ impl WrappedModel {
         state.running = true;
     }
 
-    /// Notes an error of the running backward, which its last gate returns. The other ranks hear of it now: they may
-    /// be in a call that this rank does not make any more.
+    /// Notes an error of the running backward, which its last gate returns. The other ranks get it at once, as they may
+    /// wait in a collective that this rank does not enter any more.
     pub(super) fn note_outcome<B: GradientMemory>(&self, state: &mut State<B>, outcome: Result<()>) {
         if let (None, Err(error)) = (&state.error, outcome) {
-            // Whatever fails after the world has ended is not what the caller must hear.
+            // Before `tell_peers` ends the world: the caller must get this error, not one that follows from that end.
             note_captured(&error);
             tell_peers(&self.ddp, &error);
             state.error = Some(error);
@@ -79,7 +79,7 @@ impl WrappedModel {
             Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
         })?;
-        // Without a loader's batch one weight may stand for many backwards.
+        // A weight that the user has set may be that of several backwards.
         if state.accumulation > 1 && batch.step.is_some() && batch.number == state.last_batch {
             return Err(self.fault(
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has \
@@ -104,7 +104,7 @@ impl WrappedModel {
             _ => Boundary::Later,
         };
         let short = state.reducer.begin(batch.items, boundary)?;
-        // A loop that has never stepped only looks at gradients.
+        // A loop that has never stepped the model only looks at gradients.
         let short = short && self.mapped.load(Ordering::Acquire);
         self.short_steps.note_kind(!state.reducer.micro_batch().reducing, short);
         Ok(())
@@ -140,7 +140,7 @@ impl WrappedModel {
         state.reducer.submit_rest(piggyback)
     }
 
-    /// The running statistics in the form in which they travel.
+    /// The running statistics as a payload behind the buckets.
     pub(super) fn statistics<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Piggyback> {
         let mut piggyback = Piggyback::default();
         if let Some(statistics) = &mut state.statistics {

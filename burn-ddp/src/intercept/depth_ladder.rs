@@ -36,7 +36,7 @@ impl<B: Backend> Ladder<B> {
     }
 
     /// The rung for the next read, of a parameter `like` this. The gradient of a `sharded` one is as long as the
-    /// gathered parameter and goes when its hook has run, so it waits for no other read's.
+    /// gathered parameter, and is freed when its hook has run, so it must not wait for other reads on its rung.
     pub(super) fn next<C: CheckpointStrategy>(&mut self, like: &AutodiffTensor<B>, sharded: bool) -> NodeGuard {
         let first = if sharded { self.reads } else { first_on_rung(self.reads.min(MAX_READS - 1)) };
         self.reads += 1;

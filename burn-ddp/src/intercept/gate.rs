@@ -103,7 +103,7 @@ impl WrappedModel {
         self.lookups.delivered();
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
-        // Also alone: a micro-batch before this backward may have used what this one has not.
+        // Also in a world of 1: an earlier micro-batch may have used a parameter that this backward has not.
         let waits = !unused.is_empty();
         let ended = self.ended.load(Ordering::Acquire);
         let delivery = Delivery::new(state.reducer.step(), ended, present, unused);

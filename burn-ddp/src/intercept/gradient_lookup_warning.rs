@@ -1,5 +1,5 @@
-//! A warning of reads of parameters that a program looks up in `Gradients`. Burn finds nothing for them, as they are
-//! no leaves. An optimizer by hand that does so changes nothing; a warning says so, once for each model.
+//! Warns, once for each model, of a program that looks up `param.val()` in `Gradients`. Burn finds nothing for it, as
+//! the value of a parameter with a tap is no leaf, so an optimizer written by hand changes nothing.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,8 +22,8 @@ pub(super) struct Lookups {
 
 #[derive(Default)]
 struct Seen {
-    /// The first read since the delivery, as long as no other node of a graph was made in this process but by reads: a
-    /// tensor that was read has no child then.
+    /// The first read since the delivery, as long as only reads have made nodes of graphs in this process since then:
+    /// nothing was computed from the read.
     alone: Option<Read>,
     /// Id of the node that was made last.
     last_node: u64,
@@ -119,8 +119,8 @@ impl Lookups {
         }
     }
 
-    /// Judges the suspect by a read of a slot whose gradient has come, while its parameter was on `leaf`. Warns if it
-    /// is on the leaf on which it was before it was mapped: programs that only log a value change it in their step.
+    /// Judges the suspect when a gradient comes for a read of its slot; the parameter was on `leaf` in that read. Warns
+    /// if the map has left it on the same leaf, so unchanged: programs that only log a value change it in their step.
     pub(super) fn trained(&self, slot: usize, leaf: NodeId) {
         if !self.suspecting.load(Ordering::Acquire) {
             return;
@@ -131,8 +131,8 @@ impl Lookups {
             tracing::warn!(
                 target: "burn_ddp::gradients",
                 parameter = self.slots[slot].path,
-                "a parameter {}, and the step did not change it; if it is for its gradient: `val().grad(&grads)` is \
-                `None` for wrapped models, look averages up with `ddp.grad(&param, &grads)` or \
+                "a parameter {}, and the step did not change it. If it was read to find its gradient: \
+                `val().grad(&grads)` is `None` for wrapped models; use `ddp.grad(&param, &grads)` or \
                 `param.base().grad(&grads)`",
                 suspect.sign
             );

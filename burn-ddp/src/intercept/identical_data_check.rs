@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::Ddp;
 use crate::gradients::{GradientMemory, Slot};
 
-/// Bytes of gradients that the first comparisons look at, of the smallest parameters; at least one parameter.
+/// Bytes of gradients that the first comparisons look at: those of the smallest parameters, at least one.
 const COMPARED_BYTES: usize = 1 << 20;
 /// Comparisons in a row that must find equal gradients: one may be a step on a dummy batch. The last of them looks at
 /// all gradients: some depend on no data, as that of the last bias under a mean.
@@ -56,12 +56,12 @@ impl SameGradients {
         std::mem::take(&mut self.digest) as i64
     }
 
-    /// Compares the digests of all ranks, of which those that are 0 have no say. Logs once, on rank 0, that all ranks
-    /// train on the same data.
+    /// Compares the digests of all ranks, leaving out those that are 0. Logs once, on rank 0, that all ranks train on
+    /// the same data.
     pub(super) fn compare(&mut self, digests: &[i64], ddp: &Ddp) {
         if self.finds_equal(digests) && ddp.is_main() {
             let advice = if ddp.state().batch_weight.reads_loaders() {
-                "the dataset hands all ranks the same items, as one does that draws from a generator seeded alike on \
+                "the dataset gives all ranks the same items, for example from a generator that has the same seed on \
                 all ranks. An item must depend on its index alone"
             } else {
                 "every rank reads the whole dataset. `ddp.loader(batcher)` or `ddp.shard(dataset)` gives each rank \

@@ -1,10 +1,10 @@
-//! The way of gradients out of Burn's backward, and of averages into it. `README.md` beside this file has the protocol.
+//! Takes gradients out of Burn's backward, and puts averages into it. `README.md` beside this file has the protocol.
 //!
 //! | step | file |
 //! |---|---|
 //! | a parameter is read | `parameter_tap`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
 //! | its gradient comes | `hook`, `backward_lifecycle` (first hook to first gate) |
-//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `average_for_visitors`, `tied_clones` |
+//! | averages go onto leaves | `gate`; for parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `average_for_visitors`, `tied_clones` |
 //! | state | `wrapped_model_setup`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
 //! | checks and errors | `tap_and_replica_checks`, `absent_gradients` (no rank has one), `identical_data_check` (all ranks train on the same data), `short_step_warning`, `checked_backward` (`Ddp::backward`), `backward_failure` |
 //! | parameters in parts | `shard/` |

@@ -37,10 +37,10 @@ pub(super) trait ModelState: Any + Send {
     /// The micro-batches that are waiting, and the slots that this rank holds a sum for.
     fn held(&self) -> (HeldBatches, Vec<usize>);
 
-    /// The sum over those for a slot.
+    /// The sum over the waiting micro-batches for a slot.
     fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String>;
 
-    /// Drops what is held, and makes `batches` the micro-batches that are waiting.
+    /// Drops the sums that are held, and makes `batches` the micro-batches that are waiting.
     fn restore_held(&mut self, batches: HeldBatches);
 
     /// Adds to the sum of a slot, whose parameter is `sharded` or not.
@@ -61,7 +61,7 @@ pub(super) trait ModelState: Any + Send {
     /// Movements of the parameters, unless they are compared bit by bit.
     fn movements(&mut self) -> Option<&mut Movements>;
 
-    /// Policy for running statistics, if the model has some that ranks bring together.
+    /// Policy for running statistics, if the model has some that the ranks make equal.
     fn buffer_policy(&self) -> Option<BufferPolicy>;
 }
 
@@ -94,9 +94,9 @@ pub(super) struct State<B: GradientMemory> {
     /// Value of each slot at its last read, kept until the backward ends: a gradient that went past the tap is on this
     /// leaf.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
-    /// Values that the replica check compares, kept until the backward ends. Of a parameter that gets a gradient it is
-    /// the value that the gradient is of: a lagging copy of the model may be read, too. Of others it is one that was
-    /// noted.
+    /// Values that the replica check compares, kept until the backward ends. For a parameter that gets a gradient it is
+    /// the value that the gradient belongs to, since a lagging copy of the model may be read, too; for others it is a
+    /// value that was noted.
     pub(super) compared: Vec<Option<FloatTensor<B>>>,
     /// Movements of the parameters; `None` if they are compared bit by bit, or in a world of 1.
     pub(super) movements: Option<Movements>,
@@ -107,13 +107,11 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
     pub(super) absent: AbsentGradients,
-    /// True if the user was warned of parameters that lost their taps.
-    pub(super) warned_lost: bool,
     /// True if the user was warned of a step that may have missed an average.
     pub(super) warned_missed: bool,
     /// First error of the running backward.
     pub(super) error: Option<Error>,
-    /// Batches read from loaders when the last backward began.
+    /// Number of the batch of the last backward; 0 if there is none.
     pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
     pub(super) epoch: Option<(Track, u32)>,
@@ -171,7 +169,6 @@ impl<B: GradientMemory> State<B> {
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
             absent: AbsentGradients::default(),
-            warned_lost: false,
             warned_missed: false,
             error: None,
             last_batch: 0,
@@ -256,7 +253,7 @@ impl<B: GradientMemory> ModelState for State<B> {
     }
 }
 
-/// Everything that a [`State`] is made of but its backend.
+/// Everything that a [`State`] is made of, except its backend.
 struct Parts {
     group: ProcessGroup,
     slots: Arc<[Slot]>,

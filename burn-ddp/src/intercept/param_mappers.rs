@@ -1,6 +1,6 @@
-//! Records that are loaded into parameters with taps, or taken from them, as the parameters' load and save mappers see.
+//! Load and save mappers of parameters with taps, which notice that a record is loaded into them or taken from them.
 //!
-//! Burn leaves mappers on a parameter whose tap is gone. [`without_mappers`] takes them off.
+//! Burn leaves the mappers on a parameter whose tap is gone. [`without_mappers`] takes them off.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -23,13 +23,13 @@ enum Event {
 thread_local! {
     /// The last of these events on this thread, with model and slot, until the parameter's tap is visited or mapped.
     static LAST: Cell<Option<(Event, u64, usize)>> = const { Cell::new(None) };
-    /// Why it is not whole, after a save mapper in a bypass has got this rank's part of a sharded parameter.
+    /// Why the value is not whole, after a save mapper in a bypass was given this rank's part of a sharded parameter.
     static PART_SAVED: Cell<Option<&'static str>> = const { Cell::new(None) };
     /// Question to the save mapper that is called next, and its answer.
     static AROUND: RefCell<Around> = const { RefCell::new(Around::NotAsked) };
 }
 
-/// Question to a save mapper of this crate for the mappers that it was put around.
+/// Question to a save mapper of this crate, which mappers it wraps, and the answer.
 enum Around {
     NotAsked,
     Asked,
@@ -41,11 +41,11 @@ enum Around {
 const TAP_IS_GONE: &str = "is no longer tapped: `Param::map` made a new parameter of it; use `Module::map` on the \
     module that holds it, which keeps the tap";
 
-/// Returns `param` with a load mapper and a save mapper that note that a record is loaded or taken, before those that
-/// were there. What this crate loads and saves itself keeps ids and is not noted.
+/// Returns `param` with a load mapper and a save mapper that note that a record is loaded or taken, and then call the
+/// mappers that it had. Loads and saves by this crate keep ids, and are not noted.
 pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapHandle) -> Param<Tensor<D>> {
     let (model, slot) = (tap.model.id, tap.slot);
-    // What is read through the tap of a sharded parameter has all rows; a record would get those of this rank.
+    // A read through the tap of a sharded parameter has all rows; a record would have this rank's rows.
     let whole = tap.model.is_sharded(slot).then(|| tap.model.slots.clone());
     let (id, value, mapper) = param.consume();
     let (loading, saving) = (mapper.clone(), mapper.clone());
@@ -60,7 +60,7 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
         if answers(&saving) {
             return value;
         }
-        // Also what `Param::map` makes of a part, of any shape, is no whole.
+        // A value of another shape than the whole is a part, or was made of one by `Param::map`.
         let part_of = whole.as_ref().map(|slots| &slots[slot]).filter(|whole| value.dims()[..] != whole.dims[..]);
         if is_bypassed() {
             if part_of.is_none() {
@@ -72,11 +72,11 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
         if let Some(Slot { path, .. }) = part_of {
             panic!(
                 "{path} is sharded, and a record would hold this rank's rows of it: save with `ddp.save(&model, \
-                path)`, or `ddp.unwrap(model)` first; after `Param::map` of the field neither is possible: map the \
-                module that holds it instead"
+                path)`, or, unless the model has LoRA, `ddp.unwrap(model)` first. Neither is possible after \
+                `Param::map` of the field: map the module that holds it instead"
             );
         }
-        // A visitor sees the parameter without its tap. A program that transforms it itself reads it through the tap.
+        // A visitor saves the parameter without its tap; a program that saves it by itself reads it through the tap.
         let through_tap = LAST.get() == Some((Event::Read, model, slot)) && !value.is_require_grad();
         LAST.set((!through_tap).then_some((Event::Saved, model, slot)));
         saving.on_save(value)
@@ -99,8 +99,8 @@ pub(crate) fn note_part(why: &'static str) {
     PART_SAVED.set(Some(why));
 }
 
-/// True if [`without_mappers`] asks the save mapper that calls this for the mappers that it was put around: they are
-/// the answer, and the mapper returns its value as it is.
+/// True if [`without_mappers`] asks the save mapper that calls this which mappers it wraps: `inner` is the answer, and
+/// the mapper returns its value as it is.
 pub(crate) fn answers<const D: usize>(inner: &ParamMapper<Tensor<D>>) -> bool {
     AROUND.with_borrow_mut(|around| {
         let asked = matches!(around, Around::Asked);
@@ -137,7 +137,7 @@ pub(crate) fn without_mappers<M: Module>(model: M) -> M {
     bypass(|| model.map(&mut Restore))
 }
 
-/// The mappers that `mapper` was put around, if it is one of this crate.
+/// The mappers that `mapper` wraps, if it is one of this crate.
 fn around<const D: usize>(mapper: &ParamMapper<Tensor<D>>, value: &Tensor<D>) -> Option<ParamMapper<Tensor<D>>> {
     AROUND.set(Around::Asked);
     mapper.on_save(value.clone());
@@ -165,10 +165,11 @@ pub(super) fn saves(tap: &TapHandle) -> bool {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use burn::module::Module;
+    use burn::module::{Lora, Module};
+    use burn::nn::LinearConfig;
 
-    use crate::Ddp;
     use crate::intercept::warning_test_model::Pair;
+    use crate::{Ddp, Sharding, WrapConfig, param_hash};
 
     #[test]
     fn unwrap_leaves_the_mappers_and_states_that_a_program_gave() {
@@ -186,6 +187,25 @@ mod tests {
             let frozen = ddp.unwrap(ddp.wrap(model.clone())?.no_grad())?;
             assert!(!frozen.a.is_require_grad() && !frozen.valid().train().a.is_require_grad());
             assert!(ddp.unwrap(ddp.wrap(model)?.valid())?.train().a.is_require_grad());
+            Ok(())
+        });
+        ranks.unwrap();
+    }
+
+    /// What the panic of a record of a sharded model advises.
+    #[test]
+    fn a_sharded_model_with_lora_is_saved_and_not_unwrapped() {
+        let directory = tempfile::tempdir().unwrap();
+        let ranks = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = LinearConfig::new(64, 64).init(&device).freeze().apply_lora(Lora::new(4, 8.0));
+            let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
+            let model = ddp.wrap_with(model, &config)?;
+            let refused = ddp.unwrap(model.clone()).unwrap_err().to_string();
+            assert!(refused.contains("beside burn-ddp's"), "{refused}");
+            let path = ddp.save(&model, directory.path().join("model"))?;
+            let plain = LinearConfig::new(64, 64).init(&device).freeze().apply_lora(Lora::new(4, 8.0)).load_file(&path);
+            assert_eq!(param_hash(&plain)?, param_hash(&model)?);
             Ok(())
         });
         ranks.unwrap();

@@ -11,7 +11,7 @@ use super::depth_ladder::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
 use crate::gradients::GradientMemory;
 
-/// A read of a parameter. It is outstanding until this is dropped: its hook has run, or its graph is gone.
+/// A read of a parameter. It is outstanding until this value is dropped, when its hook has run or its graph is gone.
 pub(crate) struct Read {
     pub(super) model: Arc<WrappedModel>,
     pub(super) slot: usize,
@@ -29,7 +29,7 @@ impl Read {
     }
 }
 
-/// Burn wants states of nodes that can be cloned, and clones none.
+/// Burn requires that the state of a node is `Clone`, but clones none.
 impl Clone for Read {
     fn clone(&self) -> Self {
         Read::new(self.model.clone(), self.slot)

@@ -1,7 +1,7 @@
 //! The reparameterization that `wrap` attaches to each float parameter: it sees every read, visit and map of it.
 //!
-//! Burn keeps one reparameterization per parameter. Treatments of a parameter's value (gathering a shard, a cast to
-//! lower precision) are composed here, in [`Tap::apply`], in front of the hook.
+//! Burn keeps one reparameterization per parameter, so everything that changes the value of a read (gathering shards)
+//! is done here, in [`Tap::apply`], in front of the hook.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::ddp::Ddp;
 /// The tap of a parameter: an identity that also reports the gradient of the value that passes through.
 #[derive(Clone, Debug)]
 pub(crate) struct Tap {
-    /// A rank that holds a wrapped model takes part in the job.
+    /// Keeps the rank in the job: a rank that holds a wrapped model takes part in it.
     _presence: Ddp,
     handle: TapHandle,
     _live: Live,
@@ -52,7 +52,7 @@ impl Drop for Live {
 }
 
 impl Tap {
-    /// A tap for `param`, which also reports from now on that a record is loaded or taken.
+    /// Returns a tap for `param`, and `param` with mappers that report that a record is loaded or taken.
     pub(crate) fn new<const D: usize>(
         ddp: Ddp,
         model: Arc<WrappedModel>,
@@ -72,7 +72,7 @@ impl Tap {
         TapHandle { apart, value_id, ..self.handle.clone() }
     }
 
-    /// The average of the parameter that this copy of the model may be stepped by.
+    /// Looks up the average that an optimizer may apply to the parameter in this copy of the model.
     pub(super) fn find(&self) -> Found {
         self.handoff.find(&self.handle())
     }
@@ -102,7 +102,7 @@ impl Reparameterization for Tap {
     }
 }
 
-/// A tap owns no parameters: it moves, maps and saves as nothing.
+/// A tap owns no parameters of its own: as a module it only notices that its parameter is visited, mapped or forked.
 impl Module for Tap {
     fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
         devices
@@ -127,7 +127,7 @@ impl Module for Tap {
                 assert!(
                     !self.handle.model.is_divided(self.handle.slot),
                     "a parameter of this model is sharded, and on several ranks a record would hold a part of it: \
-                    save with `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
+                    save with `ddp.save(&model, path)`, or, unless the model has LoRA, `ddp.unwrap(model)` first"
                 );
                 return;
             }
@@ -139,7 +139,8 @@ impl Module for Tap {
         }
     }
 
-    /// An optimizer steps by mapping: it has used what this copy showed it, unless the parameter's id has changed.
+    /// Notes that the parameter is mapped. An optimizer steps by mapping; it has used the average that this copy showed
+    /// it, unless the parameter's id has changed.
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         if !is_bypassed() {
             self.handle.model.lookups.mapped(self.handle.slot);

@@ -1,5 +1,5 @@
-//! A warning of steps of fewer micro-batches than others, at the ends of epochs: an optimizer loop that counts
-//! backwards by itself misses their averages, and steps later where there is none.
+//! Warns of optimizer loops that count backwards by themselves. At the end of an epoch a step may have fewer
+//! micro-batches than others: such a loop misses its average, and steps later where there is none.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -102,7 +102,7 @@ impl WrappedModel {
         Ok(())
     }
 
-    /// Puts what is compared on its way: digests and movements of the values that the running backward's forward read.
+    /// Adds what is compared to the payload: digests and movements of the values that the backward's forward read.
     pub(super) fn compare<B: GradientMemory>(&self, state: &mut State<B>, piggyback: &mut Piggyback) -> Result<()> {
         let mut digests = Vec::new();
         let mut sketches = Vec::new();
@@ -122,7 +122,7 @@ impl WrappedModel {
         Ok(())
     }
 
-    /// Refuses ranks that hold different parameters, by what all ranks sent.
+    /// Fails if the ranks hold different parameters, as shown by what all ranks sent.
     pub(super) fn refuse_differences<B: GradientMemory>(
         &self,
         state: &mut State<B>,
@@ -143,7 +143,7 @@ impl WrappedModel {
             let first = !std::mem::replace(&mut state.warned_rounding, true);
             self.ddp.state().meter.rounded(&rounding, Some(step), first);
         }
-        // Ranks that have joined read nothing.
+        // Ranks that have called `join` read no parameters, so their digests are 0.
         let training: Vec<&Vec<i64>> = digests.iter().filter(|of_rank| of_rank.iter().any(|d| *d != 0)).collect();
         own.accept(|slot| training.iter().all(|of_rank| of_rank[slot] != 0));
         Ok(())

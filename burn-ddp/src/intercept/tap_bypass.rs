@@ -20,7 +20,7 @@ pub(crate) fn bypass<T>(f: impl FnOnce() -> T) -> T {
     within(Taps::Bypassed, f)
 }
 
-/// Runs `f`, whose maps replace the value of every parameter on all ranks alike, by [`bypass`].
+/// [`bypass`] for an `f` whose maps replace the value of every parameter on all ranks alike.
 pub(crate) fn replace<T>(f: impl FnOnce() -> T) -> T {
     within(Taps::Replaced, f)
 }

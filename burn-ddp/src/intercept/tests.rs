@@ -1,4 +1,4 @@
-//! Gradients that stay on their device become what they become in host memory, bit by bit, and fail as loudly.
+//! Gradients that stay on their device give the same averages as in host memory, bit by bit, and the same failures.
 
 use std::fmt::Debug;
 use std::sync::atomic::Ordering;
@@ -130,7 +130,7 @@ fn what_ranks_use_changes() {
         let mut optim = AdamConfig::new().init();
         let mut steps = Vec::new();
         for step in 0..6 {
-            // `d` by nobody, `c` by one rank after the other, `b` now and then.
+            // No rank uses `d`, the ranks take turns with `c`, and all use `b` now and then.
             let used = [true, step % 3 == 0, step % 2 == ddp.rank(), false];
             let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
             steps.push(model.gradients(&grads));
@@ -151,7 +151,7 @@ fn micro_batches_are_weighed_and_summed_wide() {
             let model = ddp.wrap_with(Model::new(&device, MIXED), &config)?;
             let mut steps = Vec::new();
             for step in 0..3 {
-                // One micro-batch of one rank stands for nothing, and is nothing that can be summed.
+                // One micro-batch of rank 1 has weight 0, and NaN gradients that must not reach the sum.
                 let weights = [[3.0, 1.0, 2.0], [0.5, 0.0, 7.0]][ddp.rank()];
                 for (micro, weight) in weights.into_iter().enumerate() {
                     ddp.set_batch_items(weight)?;
@@ -212,7 +212,7 @@ fn what_was_frozen_wakes() {
             if step == 2 {
                 model = model.unfreeze();
             }
-            // Only rank 1 uses it.
+            // Only rank 1 uses `d`, from step 1 on.
             let used = [true, true, true, step >= 1 && ddp.rank() == 1];
             let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
             steps.push(model.gradients(&grads));
@@ -282,7 +282,7 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
             }
             let first = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop);
             let again: Error = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop).unwrap_err();
-            // What goes wrong when all is reduced is too late for the step of the others.
+            // A fault after all reductions comes too late to fail the other rank's step.
             let late = fault == Fault::TakeBack && ddp.rank() == 0;
             let first = if late { first.err().unwrap_or_else(|| again.clone()) } else { first.unwrap_err() };
             Ok((first.to_string(), again.to_string()))

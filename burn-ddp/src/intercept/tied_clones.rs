@@ -54,8 +54,8 @@ impl WrappedModel {
         self.slots.len() + self.slots[slot].first_clone
     }
 
-    /// Place for the average of a slot that this rank did not use. If it did not use a clone either, the copy that
-    /// steps is not known.
+    /// Place for the average of a slot that this rank did not use. If this rank did not use a clone either, both
+    /// stand-in leaves serve, as it is not known whether the clones share a leaf in the copy that will be stepped.
     pub(super) fn substitute<B: GradientMemory>(&self, state: &State<B>, slot: usize) -> Substitute {
         if !self.cloned[slot] || self.clones_are_apart() {
             return Substitute::StandIns(vec![slot]);

@@ -1,5 +1,5 @@
 //! Averages of parameters that this rank did not use: each waits on a stand-in leaf in the `Gradients` of its backward,
-//! and no longer than they are there.
+//! as long as these exist.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::gradients::GradientMemory;
 pub(super) struct StandIns<B: Backend> {
     /// Leaves by key, made when first needed and kept: gradients of several backwards may wait side by side.
     leaves: BTreeMap<usize, AutodiffTensor<B>>,
-    /// A tensor in each `Gradients`, under one leaf of its own: as long as they share it, they are there.
+    /// A tensor for each `Gradients`, which holds it, too, under a leaf of its own: while it is shared, they exist.
     markers: Vec<(u64, FloatTensor<B>)>,
     marker_leaf: Option<AutodiffTensor<B>>,
     waiting: WaitingAverages,
@@ -67,7 +67,7 @@ impl<B: GradientMemory> StandIns<B> {
     }
 }
 
-/// Deliveries whose `Gradients` are there, or were there until the next backward began.
+/// Deliveries whose `Gradients` exist, or existed when the last backward began.
 #[derive(Default)]
 pub(super) struct WaitingAverages(Vec<Delivery>);
 
@@ -79,7 +79,7 @@ pub(super) struct Delivery {
     ended: u64,
     /// True if the slot has an average, by slot.
     present: Vec<bool>,
-    /// True while their `Gradients` are there.
+    /// True while their `Gradients` exist.
     alive: bool,
     /// True if a copy of the model was mapped with an average missing, and read for another forward.
     trained_on: bool,
@@ -89,11 +89,11 @@ pub(super) struct Delivery {
 
 struct Waiting {
     slot: usize,
-    /// True if other `Gradients` with an average of the slot were there at the same time.
+    /// True if other `Gradients` with an average of the slot existed at the same time.
     rivalled: bool,
-    /// True if a visitor has read it, or `ddp.grad` has returned it.
+    /// True if a visitor has read the average, or `ddp.grad` has returned it.
     taken: bool,
-    /// True if the parameter was mapped before it was taken.
+    /// True if the parameter was mapped before the average was taken.
     missed: bool,
 }
 
@@ -102,7 +102,7 @@ struct Waiting {
 pub(super) struct Changes {
     /// A mapper was shown the parameter, and may have changed it.
     pub(super) mapped_at: Option<u64>,
-    /// The same, and nothing had visited the parameter since the last backward, as a step takes gradients.
+    /// The same, but nothing had visited the parameter since the last backward, as an optimizer does for gradients.
     pub(super) mapped_unvisited_at: Option<u64>,
     /// A record was loaded, which gives parameters new leaves.
     pub(super) loaded_at: Option<u64>,
@@ -113,9 +113,10 @@ pub(super) struct Changes {
 pub(super) enum Found {
     Nothing,
     Waits,
-    /// The parameter was mapped since, by no optimizer. If the mapper changed it, it is outdated.
+    /// The parameter was mapped since, by no optimizer. If the mapper changed the parameter, the average is outdated.
     Unclear,
-    /// It is of values that a step or a record has changed since: Burn finds no such gradient on a parameter's leaf.
+    /// The average is of values that a step or a record has changed since: the parameter has a new leaf, for which Burn
+    /// finds no gradient on ranks that used it.
     Outdated,
 }
 

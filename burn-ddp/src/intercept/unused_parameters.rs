@@ -1,4 +1,4 @@
-//! Parameters that other ranks used and this one did not: their averages have no leaf of this backward.
+//! Parameters that other ranks used and this one did not: this rank's backward has no leaf for their averages.
 //!
 //! The last gate registers such an average on the leaf of a clone (`tied_clones`) or on a stand-in leaf. As long as the
 //! `Gradients` are there, [`Handoff`] shows stand-in leaves to visitors, so that `GradientsParams::from_grads` finds
@@ -40,7 +40,7 @@ macro_rules! with_dims {
 }
 
 impl TapHandle {
-    /// The stand-in leaf of this parameter; an untracked tensor if it has not been needed.
+    /// The stand-in leaf of this parameter; an untracked tensor if none was needed so far.
     pub(super) fn stand_in<const D: usize>(&self) -> Tensor<D> {
         let like = Tensor::<D>::zeros([1; D], &self.model.device);
         Tensor::from_dispatch(Dispatch::stand_in(like.into_dispatch(), self.clone()))
@@ -93,8 +93,8 @@ impl WrappedModel {
         self.lock().waiting().trained_on(number);
     }
 
-    /// Warns once if a step of this rank may have missed an average. What changed the model is not known: a step by
-    /// hand that left a parameter out, or a limit on the weights after a step that all ranks skipped.
+    /// Warns once if a step of this rank may have missed an average. The cause of the change is not known: it may be a
+    /// step by hand that left a parameter out, or a clamp of the weights after a step that all ranks skipped.
     pub(super) fn warn_missed<B: GradientMemory>(&self, state: &mut State<B>) {
         if !self.averages_wait() {
             return;
@@ -145,7 +145,8 @@ impl WrappedModel {
         }
     }
 
-    /// Warns on rank 0, of each kind once, of parameters that no rank has a gradient of. `present` is by slot.
+    /// Warns on rank 0, once for each kind, of parameters that have no gradient on any rank. `present` has a flag for
+    /// each slot.
     pub(super) fn warn_absent<B: GradientMemory>(&self, state: &mut State<B>, present: &[bool]) {
         let Some(suspects) = state.absent.note_step(present) else { return };
         let paths = |slots: Vec<usize>, is_suspect: &dyn Fn(usize) -> bool| -> String {
@@ -159,7 +160,8 @@ impl WrappedModel {
                     tracing::warn!(
                         target: "burn_ddp::unused",
                         parameters,
-                        "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
+                        "these parameters had no gradient on any rank in the first step: they are unused, or were not \
+                        read through `val()`"
                     );
                 }
             }
@@ -168,15 +170,15 @@ impl WrappedModel {
                 let taps = |slot: usize| self.taps[slot].load(Ordering::Acquire);
                 let most = (0..self.slots.len()).map(taps).max().unwrap_or_default();
                 let parameters = paths(slots, &|slot| taps(slot) < most);
-                let is_news = !state.warned_lost && self.ddp.world_size() > 1;
+                let is_news = !state.absent.warned_lost && self.ddp.world_size() > 1;
                 if is_news && !parameters.is_empty() && self.ddp.rank() == 0 {
-                    state.warned_lost = true;
+                    state.absent.warned_lost = true;
                     tracing::warn!(
                         target: "burn_ddp::unused",
                         parameters,
-                        "parameters that were trained before had no gradient on any rank in the last {STEPS} steps. \
-                        All is well if they are frozen or not used any more. If the model still trains them, each \
-                        rank does so by its own gradient: `Param::map`, `Param::set_require_grad` or a new layer has \
+                        "these parameters, trained before, had no gradient on any rank in the last {STEPS} steps. That \
+                        is right if they are frozen or not used any more. If the model still trains them, each rank \
+                        steps them by its own gradient: `Param::map`, `Param::set_require_grad` or a new layer has \
                         replaced them. Map, freeze and load whole modules instead, or wrap the model again"
                     );
                 }
@@ -201,11 +203,11 @@ pub(super) struct Handoff {
     apart: Number,
     /// 1 more than the number of backwards that had ended when this copy was last mapped; 0 if it never was.
     mapped_at: Number,
-    /// The same of the last map that nothing had visited this copy before, since the last backward.
+    /// The same for the last map before which nothing had visited this copy since the last backward.
     mapped_unvisited_at: Number,
-    /// The same of the last record that was loaded.
+    /// The same for the last record that was loaded.
     loaded_at: Number,
-    /// The same of the last visit.
+    /// The same for the last visit.
     visited_at: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
@@ -257,8 +259,8 @@ impl Handoff {
     }
 
     /// Shows `visitor` the stand-in leaf under the parameter's id, if an average waits there. Visitors cannot be told
-    /// apart, so all that come between a backward and the end of its `Gradients` see it. Those that read its value have
-    /// taken the average.
+    /// apart, so all that come between a backward and the end of its `Gradients` see it. A visitor that reads its value
+    /// has taken the average.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
         if !self.trains {
             return;
@@ -299,9 +301,9 @@ impl Handoff {
         })
     }
 
-    /// Notes that this copy is mapped, by a record that is loaded if `loads`. The first mapper after a record and an
-    /// average under the old id is taken for the optimizer: if it has not used the average, no later step is right, and
-    /// the job ends.
+    /// Notes that this copy is mapped; `loads` is true if the mapper loads a record. If a record was loaded and then an
+    /// average was shown under the old id, the next mapper is taken for the optimizer: if it has not used the average,
+    /// no later step is right, and the job ends.
     pub(super) fn map(&self, tap: &TapHandle, loads: bool, mapper: &mut impl ModuleMapper) {
         self.note_apart();
         self.value_id.set(tap.model.next_value_id(tap.slot));
@@ -357,7 +359,7 @@ impl Handoff {
     }
 }
 
-/// A number of which each clone has its own.
+/// A number that clones do not share: each has its own.
 #[derive(Debug, Default)]
 struct Number(AtomicU64);
 

@@ -33,7 +33,7 @@ pub(crate) struct WrappedModel {
     local: Vec<Entry>,
     /// For each parameter and buffer, by the id that it had at `wrap`, true if each rank keeps it for itself.
     is_local: HashMap<ParamId, bool>,
-    /// True once a warning said that files hold rank 0's values of those. Used by rank 0.
+    /// True once a warning said that files hold rank 0's values of local parameters. Used by rank 0.
     warned_local: AtomicBool,
     /// The group of the sharded parameters, if there are some.
     shards: Option<ShardGroup>,
@@ -51,9 +51,9 @@ pub(crate) struct WrappedModel {
     pub(super) outstanding: Vec<AtomicUsize>,
     /// Number of taps of each slot, over all copies of the model.
     pub(super) taps: Vec<AtomicUsize>,
-    /// Number of all taps, and of [`Taps`](crate::wrap) that may attach more.
+    /// Number of all taps, plus that of the [`Taps`](crate::wrap) values that may attach more.
     holders: AtomicUsize,
-    /// Slots of parameters that were clones of each other when the model was wrapped.
+    /// True for each slot whose parameter had clones in the model when it was wrapped.
     pub(super) cloned: Vec<bool>,
     /// True for each slot that `wrap` gave a tap: not for tied clones and bases under another reparameterization
     /// (LoRA).
@@ -75,7 +75,7 @@ pub(crate) struct WrappedModel {
     pub(super) holding: AtomicUsize,
     /// Steps of fewer micro-batches than others. Written by backward and by taps.
     pub(super) short_steps: ShortSteps,
-    /// True if the next backward adds nothing, and reduces what is held.
+    /// True if the next backward adds no gradients, and reduces those that are held.
     pub(super) reducing_held: AtomicBool,
     /// True if the next reduction compares the ranks' parameters: then reads of frozen ones are noted, too. Written by
     /// the last gate.
@@ -88,7 +88,7 @@ pub(crate) struct WrappedModel {
     pub(super) mapped: AtomicBool,
     /// True if clones of a parameter are on leaves of their own in every copy.
     pub(super) clones_apart: AtomicBool,
-    /// Error after which this rank's parameters are no longer those of the others.
+    /// Error after which this rank's parameters differ from the other ranks'; all further backwards return it.
     pub(super) stale: OnceLock<Error>,
 }
 
@@ -99,8 +99,8 @@ pub struct TapHandle {
     pub(super) slot: usize,
     /// True if the copy of the model may have clones of the parameter on leaves of their own.
     pub(super) apart: bool,
-    /// Number of the parameter's value in this copy: copies whose values may differ have different ones, and each rank
-    /// has the same ones.
+    /// Number of the parameter's value in this copy. Copies whose values may differ have different numbers, which are
+    /// the same on every rank.
     pub(super) value_id: u64,
 }
 
@@ -175,16 +175,16 @@ impl WrappedModel {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
             *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = None;
-            // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
-            // is locked, a backward runs, which keeps the thread anyway.
+            // The last copy of the model is gone. Nodes that it left in graphs may keep this value for long, but they
+            // need no communication thread. If the state is locked, a backward runs, which still needs the thread.
             if let Ok(mut state) = self.state.try_lock() {
                 let lost = state.holds_gradients() && self.ddp.is_main() && !std::thread::panicking();
                 if lost && self.ddp.world().check().is_ok() {
                     tracing::warn!(
                         target: "burn_ddp::accumulation",
                         "a wrapped model is dropped with gradients of micro-batches that no optimizer step has used: \
-                        `ddp.sync_gradients(&model)` reduces them for a last step, `ddp.discard_accumulated(&model)` \
-                        says that they are not wanted"
+                        before, call `ddp.sync_gradients(&model)` to reduce them for a last step, or \
+                        `ddp.discard_accumulated(&model)` to drop them"
                     );
                 }
                 state.retire();
@@ -192,7 +192,7 @@ impl WrappedModel {
         }
     }
 
-    /// Notes that all taps are attached. A slot that loses its last one from now on is an error.
+    /// Notes that all taps are attached. From now on a slot that loses its last tap is an error.
     pub(crate) fn taps_are_complete(&self) {
         self.attached.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
     }
@@ -232,12 +232,12 @@ impl WrappedModel {
         Err(self.fault(format!(
             "no optimizer was checked for the sharded parameter {path}: call `let mut optim = ddp.optimizer(optim, \
             &model)?` before the first backward, with each optimizer and the model or the part of it that it steps; \
-            freeze what none steps"
+            freeze parameters that no optimizer steps"
         )))
     }
 
     /// Number of a value that a mapper has just given the parameter of a slot. After each backward the numbers go on
-    /// from its own, so that a rank which changed a copy alone is in step again.
+    /// from the number of that backward, so that ranks agree again after one of them alone changed a copy.
     pub(super) fn next_value_id(&self, slot: usize) -> u64 {
         let least = self.ended.load(Ordering::Acquire) << CHANGES_BITS;
         let next = |last: u64| Some(last.max(least) + 1);
@@ -255,8 +255,9 @@ impl WrappedModel {
         self.divided[slot]
     }
 
-    /// True if each rank keeps the parameter or buffer with this path and id for itself. A call may get a part of the
-    /// model that was wrapped, or one that holds it, so the id tells; the path does after a record with other ids.
+    /// True if each rank keeps the parameter or buffer with this path and id for itself. The path may be one in a part
+    /// of the wrapped model, or in a module that holds it, so the id decides; the path does if the id is unknown, as
+    /// after a record with other ids.
     pub(crate) fn is_local(&self, path: &str, id: ParamId) -> bool {
         let by_path = || self.local.iter().any(|local| local.path == path);
         self.is_local.get(&id).copied().unwrap_or_else(by_path)
@@ -274,7 +275,7 @@ impl WrappedModel {
             tracing::warn!(
                 target: "burn_ddp::checkpoint",
                 "files of the model hold rank 0's values of its local parameters ({}): save those of the other ranks \
-                by hand, or they have rank 0's after a resume",
+                by hand, or after a resume every rank has rank 0's",
                 list_paths(&self.local)
             );
         }
@@ -299,7 +300,7 @@ impl WrappedModel {
         self.slots[slot].trainable
     }
 
-    /// Policy for running statistics, if the model has some that ranks bring together.
+    /// Policy for running statistics, if the model has some that the ranks make equal.
     pub(crate) fn buffer_policy(&self) -> Option<BufferPolicy> {
         self.lock().buffer_policy()
     }
@@ -356,7 +357,7 @@ impl WrappedModel {
         f()
     }
 
-    /// Runs `f`, whose one backward adds nothing to the gradients that are held, and reduces those.
+    /// Runs `f`. Its one backward adds nothing to the gradients that are held, and reduces them.
     pub(crate) fn reduce_held<T>(&self, f: impl FnOnce() -> T) -> T {
         struct Restore<'a>(&'a AtomicBool);
         impl Drop for Restore<'_> {
@@ -379,17 +380,17 @@ impl WrappedModel {
         self.lock().holds_gradients()
     }
 
-    /// The micro-batches that this rank holds, and the slots that it holds a sum over them for.
+    /// The micro-batches that this rank holds, and the slots for which it holds a sum over them.
     pub(crate) fn held(&self) -> (HeldBatches, Vec<usize>) {
         self.lock().held()
     }
 
-    /// The sum that is held for a slot: of a sharded parameter that for the whole. Waits for the device.
+    /// The sum that is held for a slot; for a sharded parameter it is that of the whole. Waits for the device.
     pub(crate) fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
         self.lock().held_sum(slot)
     }
 
-    /// Drops what is held, as all ranks do, and makes `batches` the micro-batches that are held.
+    /// Drops the sums that are held, as all ranks do, and makes `batches` the micro-batches that are held.
     pub(crate) fn restore_held(&self, batches: HeldBatches) {
         self.lock().restore_held(batches);
     }

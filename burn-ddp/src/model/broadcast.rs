@@ -1,4 +1,4 @@
-//! One rank's parameters and buffers on every rank.
+//! Copying one rank's parameters and buffers to all ranks.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -16,8 +16,8 @@ use crate::intercept::{bypass, find, refuse_parts_without_tap, replace, sharded_
 use crate::tensor_conversion::data_of;
 use crate::{Error, Result, agreement, chunked_broadcast};
 
-/// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
-/// and so do local parameters of a wrapped model. *Collective*.
+/// Copies `root`'s parameters and buffers to all ranks, in a model that is wrapped or not. Parameter ids do not change,
+/// nor do local parameters of a wrapped model. *Collective*.
 ///
 /// # Errors
 ///
@@ -27,11 +27,11 @@ pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     let group = ddp.group();
     let mine = bypass(|| {
         refuse_parts_without_tap(&model)?;
-        // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
+        // What `visit` shows of running statistics lags one update behind; `valid` brings it up to date.
         drop(model.valid());
         let schema = Schema::of(&model)?;
         let wrapped = find(&model);
-        // Sharded parameters have one value, of which each rank keeps its part.
+        // A sharded parameter has one value, and each rank keeps its part of it.
         let sharded = sharded_paths(&model);
         let is_kept = |(path, id): (&str, &ParamId)| {
             sharded.contains(path) || wrapped.iter().any(|wrapped| wrapped.is_local(path, *id))
@@ -51,8 +51,9 @@ pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     attribute_calls(site, || replace(|| values(model, source, devices, &schema, first_clone, &is_local)))
 }
 
-/// Which entries are clones of which, as the root sees it: all ranks get its values, so it knows which are still equal.
-/// Local entries, which may be missing on other ranks, are as this rank sees them. *Collective*.
+/// For each entry the first entry of which it is a clone, on the root: all ranks get the root's values, so the root's
+/// clones are equal on all ranks. For local entries, which may be missing on other ranks, it is this rank's.
+/// *Collective*.
 #[track_caller]
 pub(crate) fn first_clones(
     group: &ProcessGroup,
@@ -91,8 +92,8 @@ pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
     devices.0
 }
 
-/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`, and where
-/// `is_local`. *Collective* over the root's group.
+/// `model` with the root's values on `devices`, as fresh leaves. Without a `root`, and for entries that are `is_local`,
+/// it keeps this rank's values. *Collective* over the root's group.
 #[track_caller]
 pub(crate) fn values<M: Module>(
     model: M,
@@ -108,8 +109,9 @@ pub(crate) fn values<M: Module>(
     broadcast.error.map_or(Ok(model), Err)
 }
 
-/// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in
-/// the memory of the old one if nothing else holds it, so that a model never needs its size again.
+/// Replaces every value by the root's, as a fresh leaf, since ranks that are threads must not share autodiff nodes.
+/// Values are replaced one at a time, and each old value is freed before (unless something else holds it), so that no
+/// second copy of the model is needed.
 struct Broadcast<'a> {
     /// The handle, the group, and the rank in it whose values replace all others'; `None` in a world of 1.
     root: Option<(&'a Ddp, &'a ProcessGroup, usize)>,
@@ -136,7 +138,7 @@ impl Broadcast<'_> {
         }
         let dims = old.dims();
         let own = data_of(old).map_err(|e| unreadable(path, &e)).inspect_err(|e| {
-            // The others take part in the broadcast of this value.
+            // The other ranks wait in the broadcast of this value.
             self.root.iter().for_each(|(ddp, ..)| tell_peers(ddp, e));
         });
         let values = own.and_then(|data| if is_local { Ok(data) } else { self.broadcast(data) });

@@ -1,7 +1,7 @@
 //! The header of Burn's file format (burnpack): ten bytes, a map in CBOR (RFC 8949), padding to 256. Data follow.
 //!
-//! Burn writes and reads whole records only, and an optimizer's record cannot be looked into: its names hold parameter
-//! ids, which differ between processes. So headers are read, changed and written here.
+//! Burn writes and reads whole records only, and gives no access to the contents of an optimizer's record. The names in
+//! it hold parameter ids, which differ between processes. So headers are read, changed and written here.
 
 use std::io::Read;
 
@@ -67,7 +67,7 @@ pub(crate) fn read_header(file: &mut impl Read) -> Result<(Item, usize), String>
     Ok((decode(&mut map.as_slice(), 0)?, data_start(len)))
 }
 
-/// A file up to its data.
+/// The bytes of a file before its data.
 pub(crate) fn header_bytes(header: &Item) -> Result<Vec<u8>, String> {
     let mut map = Vec::new();
     encode(header, &mut map);

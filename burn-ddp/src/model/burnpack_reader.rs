@@ -1,4 +1,4 @@
-//! Reading a burnpack tensor after tensor.
+//! Reading a burnpack one tensor at a time.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -27,7 +27,7 @@ impl TensorFile {
         Ok(TensorFile { file, header, start, tensors })
     }
 
-    /// Reads a tensor, once.
+    /// Reads a tensor. Each tensor can be read once.
     pub(crate) fn tensor(&mut self, name: &str) -> Result<TensorData, String> {
         let (stored, place) = self.tensors.remove(name).ok_or_else(|| format!("it has no {name}"))?;
         Ok(TensorData::from_bytes_vec(self.bytes(place)?, stored.dims, stored.dtype))

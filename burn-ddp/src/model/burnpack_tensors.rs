@@ -1,4 +1,4 @@
-//! The tensors that a burnpack's header describes, and where the data of each begin.
+//! The tensors that the header of a burnpack describes, and the place of their data.
 
 use std::ops::Range;
 

@@ -1,7 +1,8 @@
-//! Writing a burnpack tensor after tensor: rank 0 writes, and gathers what other ranks have, one tensor at a time.
+//! Writing a burnpack one tensor at a time: rank 0 writes the tensors, and gathers before each one that it does not
+//! hold as a whole.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Write as _};
 
 use burn::tensor::{Bytes, TensorData};
 use burn_ddp_comm::ProcessGroup;
@@ -9,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::burnpack_header::{Item, header_bytes};
 use super::burnpack_tensors::{StoredTensor, aligned, header};
+use crate::file_failure::{FileFailure, FileWork};
 use crate::{Error, Result, agreement, main_first};
 
 /// A tensor to be written.
@@ -16,7 +18,7 @@ pub(crate) trait Source {
     /// The tensor in the file.
     fn stored(&self) -> Result<StoredTensor>;
 
-    /// True if rank 0 has it. Otherwise it is gathered. The same on all ranks.
+    /// True if rank 0 has the whole tensor; otherwise the ranks gather it. The same on all ranks.
     fn is_on_main(&self) -> bool;
 
     /// Bytes of this rank's part of a tensor that is gathered.
@@ -29,23 +31,27 @@ pub(crate) trait Source {
     /// *Collective*.
     fn gather(&self, group: &ProcessGroup, own: &[u8]) -> Result<Bytes>;
 
-    /// Calls `write` with the bytes of the file: of the value on this rank, or of `whole`, which was gathered.
-    fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String>;
+    /// Calls `write` with the tensor's bytes in the file: those of `whole` if it was gathered, else of this rank's
+    /// value.
+    fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure>;
 }
+
+/// Appends bytes to the file.
+pub(crate) type Write<'a> = dyn FnMut(&[u8]) -> Result<(), FileFailure> + 'a;
 
 /// Writes `tensors` to rank 0's `sink`, with the maps `others` in the header. *Collective*: all ranks have the same
 /// tensors. Besides what the sink holds, a rank needs memory for one tensor, gathered and in the form of the file.
 ///
 /// # Errors
 ///
-/// [`Error::File`] on every rank if rank 0 cannot read a value or write, which `what` describes.
+/// [`Error::File`] on every rank if rank 0 cannot read a value, or cannot do the `work`: writing the file.
 #[track_caller]
 pub(crate) fn write<S: Source>(
     group: &ProcessGroup,
     tensors: Vec<S>,
     others: &[(Item, Item)],
     sink: &mut Sink,
-    what: &str,
+    work: &FileWork,
 ) -> Result<()> {
     let is_main = group.rank() == 0;
     let any_gathered = !tensors.iter().all(Source::is_on_main);
@@ -62,14 +68,13 @@ pub(crate) fn write<S: Source>(
             run.push(tensor);
         }
         let is_last = tensors.peek().is_none();
-        let mut work = || {
-            let failed = |e: io::Error| e.to_string();
+        let mut write_run = || -> Result<(), FileFailure> {
             if let Some(header) = opening.take() {
-                sink.write_all(&header?).map_err(failed)?;
+                sink.write_all(&header?)?;
             }
             let mut write = |bytes: &[u8]| {
                 let start = aligned(end);
-                sink.write_all(&vec![0; start - end]).and_then(|()| sink.write_all(bytes)).map_err(failed)?;
+                sink.write_all(&vec![0; start - end]).and_then(|()| sink.write_all(bytes))?;
                 end = start + bytes.len();
                 Ok(())
             };
@@ -77,11 +82,11 @@ pub(crate) fn write<S: Source>(
                 tensor.put(Some(whole), &mut write)?;
             }
             run.drain(..).try_for_each(|tensor| tensor.put(None, &mut write))?;
-            if is_last { sink.finish().map_err(failed) } else { Ok(()) }
+            if is_last { Ok(sink.finish()?) } else { Ok(()) }
         };
-        main_first::on_main(group, || work().map_err(|e: String| format!("{what}: {e}")))?;
+        main_first::on_main(group, || write_run().map_err(|e| work.failed(e)))?;
         let Some(tensor) = tensors.next() else { break };
-        // A rank that cannot read its part takes part in the calls that the others make.
+        // A rank that cannot read its part must still make the same collective calls as the others.
         let own = tensor.own().unwrap_or_else(|e| {
             unread.get_or_insert(e);
             let len = tensor.own_len_bytes();
@@ -107,7 +112,7 @@ pub(crate) enum Sink {
 }
 
 impl Sink {
-    /// Makes what was written durable.
+    /// Makes the written bytes durable.
     fn finish(&mut self) -> io::Result<()> {
         match self {
             Sink::File(file, ..) => file.sync_all(),
@@ -116,7 +121,7 @@ impl Sink {
     }
 }
 
-impl Write for Sink {
+impl io::Write for Sink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Sink::Absent => Ok(bytes.len()),
@@ -174,7 +179,8 @@ mod tests {
 
     fn file_of<M: Module>(ddp: &Ddp, model: &M) -> Result<Vec<u8>> {
         let mut sink = Sink::Memory(Vec::new());
-        write(ddp.group(), values(model)?.1, &[], &mut sink, "cannot write")?;
+        let work = FileWork { cannot: "cannot write".into(), path: None };
+        write(ddp.group(), values(model)?.1, &[], &mut sink, &work)?;
         Ok(match sink {
             Sink::Memory(bytes) => bytes,
             _ => Vec::new(),

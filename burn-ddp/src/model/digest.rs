@@ -17,9 +17,9 @@ pub(crate) fn digest(bytes: &[u8]) -> i64 {
 pub(crate) struct Rounding {
     /// Number of parameters.
     pub parameters: usize,
-    /// Path of the one in which the ranks differ most.
+    /// Path of the parameter in which the ranks differ most.
     pub worst: String,
-    /// Difference of the ranks' movements as a part of them.
+    /// Difference of the ranks' movements, relative to the smaller movement.
     pub distance: f64,
 }
 
@@ -39,9 +39,10 @@ pub(crate) struct Comparison<'a> {
     pub paths: &'a [&'a str],
     /// The ranks that are compared, by their numbers in the job.
     pub ranks: &'a [usize],
-    /// `digests[n][i]` is of `ranks[n]` and `paths[i]`; 0 where a rank did not read it and has no say.
+    /// `digests[n][i]` is the digest of `paths[i]` on `ranks[n]`; 0 if that rank did not read the parameter, which is
+    /// then not compared there.
     pub digests: &'a [Vec<i64>],
-    /// Step of the comparison, if it is in one.
+    /// Step of the comparison; `None` outside of a step.
     pub step: Option<u64>,
 }
 

@@ -2,17 +2,17 @@
 //!
 //! | | |
 //! |---|---|
-//! | `schema` | paths, shapes and dtypes of its parameters and buffers; the first difference between ranks |
+//! | `schema` | paths, shapes and dtypes of parameters and buffers; the first difference between ranks |
 //! | `digest` | hashes of values; parameters that differ between ranks |
-//! | `parameter_movement` | how far ranks that differ are apart, beside how far their parameters moved |
+//! | `parameter_movement` | size of the differences between ranks, relative to how far their parameters moved |
 //! | `broadcast` | one rank's values on every rank |
 //! | `running_stats` | BatchNorm's running statistics |
-//! | `sync_buffers`, `check_replicas` | bringing them together, and comparing parameters, outside of a backward |
-//! | `param_hash` | the values of this moment, and their hash |
-//! | `values` | parameters and buffers, each read when it is asked for |
-//! | `save`, `safetensors` | one durable file, Burn's or for other programs |
+//! | `sync_buffers`, `check_replicas` | synchronising statistics, and comparing parameters, outside of a backward |
+//! | `param_hash` | hash of the current values |
+//! | `values` | parameters and buffers, each read from its device on demand |
+//! | `save`, `safetensors` | one durable file, in Burn's format or for other programs |
 //! | `burnpack_header`, `burnpack_tensors` | Burn's file format: its header, and the tensors that it describes |
-//! | `burnpack_writer`, `burnpack_reader` | such files written and read one tensor at a time |
+//! | `burnpack_writer`, `burnpack_reader` | writing and reading files in Burn's format, one tensor at a time |
 
 pub(crate) mod broadcast;
 pub(crate) mod burnpack_header;

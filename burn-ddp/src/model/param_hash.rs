@@ -8,8 +8,8 @@ use crate::Result;
 use crate::intercept::tell_peers_of_parts;
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
-/// if their models are. *Collective* if parameters are [sharded](crate::WrapConfig::with_sharding): the hash is that of
-/// the whole ones, which are gathered one at a time.
+/// if their models are. Costs no communication, unless parameters are [sharded](crate::WrapConfig::with_sharding): then
+/// it is *collective*, with one all-gather per sharded parameter, and the hash is that of the whole parameters.
 ///
 /// # Errors
 ///

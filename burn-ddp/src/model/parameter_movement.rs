@@ -1,22 +1,22 @@
-//! Movement of parameters between two comparisons of the replicas: tells rounding from ranks that train different
-//! models.
+//! Movement of parameters between two comparisons of the replicas. It tells differences by rounding from ranks that
+//! train different models.
 //!
 //! Burn's arithmetic need not repeat its bits. Flex with several threads sums tensors of 4 Mi elements and more in the
 //! order in which they finish, so norm clipping, LAMB, Adafactor and Muon scale by factors that differ in the last bit;
-//! GPUs of different kinds round differently. So a comparison whose digests differ goes on to ask how far: with the
+//! GPUs of different kinds round differently. So if digests differ, the comparison measures the difference: with the
 //! movements `m` of two ranks since the last comparison, `|m₁ - m₂| <= tolerance · min(|m₁|, |m₂|)` is rounding.
 //!
 //! The tolerance is 1e-3, and 1e-2 for half types. Rounding gives about 1e-7, and 1e-5 where updates are small beside
 //! the last bits of the values. A learning rate that is off by 1 % gives 1e-2; an update in bf16, 1.6e-3; one step of
 //! a hundred with a gradient of its own, about 1e-2.
 //!
-//! Movements are compared rather than values since ranks whose values have parted by rounding stay apart: a model
-//! belongs to its program, and neither a backward nor `save` could write to it. They stay as close as they are: each
-//! step moves them by the same average, bit by bit, so a difference has no effect on the next one, in parameters as
-//! in the state of optimizers. Each comparison judges what was added since the last.
+//! Movements are compared instead of values, since a difference by rounding stays: the program owns the model, and
+//! neither a backward nor `save` could correct its values. But the difference does not grow by itself: each step moves
+//! the parameters of all ranks by the same average, bit by bit, and the same holds for the state of optimizers. So each
+//! comparison judges the differences that were added since the last one.
 //!
-//! A difference of a few last bits is rounding, too, if the parameter moved: a small parameter may move by no more than
-//! a few last bits of its values, and one element that was rounded to the other side then exceeds the tolerance.
+//! A difference of a few last bits counts as rounding, too, if the parameter moved: a small parameter may move by only
+//! a few last bits of its values, and then one element that is rounded the other way already exceeds the tolerance.
 //!
 //! A movement is known by its [`Sketch`]: 256 bytes per parameter instead of a copy of the model.
 
@@ -25,8 +25,8 @@ use burn_ddp_comm::DType as CommDType;
 
 /// Number of sums in a sketch. A prime, so that the columns of a matrix spread over all of them.
 const SUMS: usize = 31;
-/// Largest difference of movements that is rounding however little a parameter moved, in last bits of its largest
-/// element: 16 elements that differ by one, as the norm counts them.
+/// Difference of movements up to which it is rounding, even if a parameter moved less; in last bits of its largest
+/// element. It is the norm of 16 elements that differ by one last bit each.
 const LAST_BITS: f64 = 4.0;
 
 /// Sums of the elements of a value with random signs, each of every 31st element.
@@ -42,7 +42,7 @@ pub(crate) struct Sketch {
 }
 
 impl Sketch {
-    /// Sketch of an unknown value; so is what is subtracted from it.
+    /// Sketch of an unknown value. Its difference from any sketch is unknown, too.
     pub(crate) const UNKNOWN: Sketch = Sketch { sums: [f64::NAN; SUMS], last_bit: f64::NAN };
 
     /// Sketch of the elements of `data`; unknown if they are no floats.
@@ -70,7 +70,7 @@ impl Sketch {
     }
 }
 
-/// The bits of sketches back to back, as digests travel.
+/// The bits of sketches, one after the other, as integers: the form in which digests travel, too.
 pub(crate) fn to_row(sketches: impl Iterator<Item = Sketch>) -> Vec<i64> {
     let numbers = sketches.flat_map(|sketch| sketch.sums.into_iter().chain([sketch.last_bit]));
     numbers.map(|number| number.to_bits() as i64).collect()
@@ -131,10 +131,10 @@ pub(crate) fn tolerance(dtype: CommDType) -> f64 {
 
 /// Movements of the parameters of a model since the last comparison on this rank.
 pub(crate) struct Movements {
-    /// Values at the last comparison in which every rank read the parameter; at first those that `wrap` gave all ranks.
-    /// `None` until the first backward.
+    /// Values at the last comparison in which every rank read the parameter; before the first one, the values that
+    /// `wrap` gave all ranks. `None` until the first backward.
     since: Option<Vec<Sketch>>,
-    /// Values that the running backward's forward read; unknown for others.
+    /// Values that the running backward's forward read; unknown for parameters that it did not read.
     now: Vec<Sketch>,
 }
 
@@ -143,7 +143,7 @@ impl Movements {
         Movements { since: None, now: vec![Sketch::UNKNOWN; parameters] }
     }
 
-    /// True if there is nothing yet to measure movements from.
+    /// True if there are no values yet from which to measure movements.
     pub(crate) fn is_new(&self) -> bool {
         self.since.is_none()
     }
@@ -153,12 +153,12 @@ impl Movements {
         self.since = Some(values);
     }
 
-    /// Forgets from where to measure: all ranks have got other values.
+    /// Drops the values from which movements are measured, since all ranks got new values.
     pub(crate) fn restart(&mut self) {
         self.since = None;
     }
 
-    /// Takes the values of the running backward.
+    /// Sets the values that the running backward's forward read.
     pub(crate) fn set_now(&mut self, values: Vec<Sketch>) {
         self.now = values;
     }

@@ -1,8 +1,8 @@
-//! Running statistics (BatchNorm's): kept alike on all ranks without being parameters.
+//! Running statistics (BatchNorm's), which the ranks keep equal though they are no parameters.
 //!
-//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and
-//! stripped of its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing
-//! through it needs no model at hand.
+//! Clones of a model share one value per Burn `RunningState`. So a clone, made when the model is wrapped and stripped
+//! of its trainable parameters, is a handle to the statistics of the model that trains: a backward reads and writes
+//! them through it, since it has no access to the model.
 
 use std::collections::VecDeque;
 
@@ -16,19 +16,21 @@ use crate::gradients::AlignedBytes;
 use crate::tensor_conversion::{comm_dtype, data_of};
 use crate::{Error, Result, agreement, intercept};
 
-/// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction, and by `save`,
-/// `check_replicas`, checkpoints and [`sync_buffers`](crate::Ddp::sync_buffers) to what forwards have changed since.
+/// Policy for running statistics (BatchNorm's mean and variance). Each reduction applies it to the statistics that its
+/// forward has changed; `save`, `check_replicas`, checkpoints and [`sync_buffers`](crate::Ddp::sync_buffers) apply it
+/// to those that later forwards have changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferPolicy {
-    /// All ranks get the mean over the ranks, weighted by items like the gradients. The default: all data count.
+    /// All ranks get the mean over the ranks, weighted by items like the gradients. The default, so that the data of
+    /// all ranks count.
     #[default]
     Average,
-    /// All ranks get those of rank 0, or of the first rank that has not [joined](crate::Ddp::join), as with torch's
-    /// `broadcast_buffers=True`.
+    /// All ranks get the statistics of rank 0, or of the first rank that has not [joined](crate::Ddp::join), as with
+    /// torch's `broadcast_buffers=True`.
     Broadcast,
-    /// Each rank keeps its own, as with torch's `broadcast_buffers=False`; `save` and checkpoints write rank 0's, and
-    /// each rank validates with its own.
+    /// Each rank keeps its own statistics, as with torch's `broadcast_buffers=False`. `save` and checkpoints write
+    /// those of rank 0, and each rank validates with its own.
     Local,
 }
 
@@ -91,7 +93,7 @@ pub(crate) fn handle<M: Module + 'static>(model: &M, is_buffer: &[bool]) -> Opti
 }
 
 struct Handle<M> {
-    /// Always there, but for a moment in `write`.
+    /// `None` only inside of `write`.
     model: Option<M>,
     is_buffer: Vec<bool>,
 }
@@ -112,8 +114,8 @@ impl<M: Module> Buffers for Handle<M> {
     }
 }
 
-/// Brings the running statistics of `model` together, but for those whose path and id are `is_local`: those that differ
-/// between ranks become rank 0's, or the mean in which each rank counts the same. *Collective*.
+/// Synchronises the running statistics of `model`, except those whose path and id are `is_local`. If any differs
+/// between ranks, all become rank 0's, or the mean in which each rank counts the same. *Collective*.
 #[track_caller]
 pub(crate) fn sync<M: Module>(
     group: &ProcessGroup,

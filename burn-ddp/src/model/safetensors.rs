@@ -1,7 +1,7 @@
 //! Files in the safetensors format: the length of a header in 8 bytes, the header in JSON, the values one by one.
 //!
-//! By hand, since the format is no more than this; the crate `safetensors` would change the features of what Burn
-//! depends on.
+//! Written by hand, since the format is simple, and the crate `safetensors` would change the features of Burn's
+//! dependencies.
 
 use std::cmp::Reverse;
 use std::io::{self, BufWriter, Write};
@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::save::Temporary;
 use super::schema::Snapshot;
+use crate::file_failure::FileFailure;
 use crate::tensor_conversion::with_dtype;
 
 /// Values begin at a multiple of this, so that readers can map them.
@@ -27,7 +28,7 @@ struct Entry {
 }
 
 /// Writes `snapshot` to a temporary file beside `path`, syncs it, renames it, and syncs the directory.
-pub(super) fn save(snapshot: Snapshot, path: &Path) -> Result<(), String> {
+pub(super) fn save(snapshot: Snapshot, path: &Path) -> Result<(), FileFailure> {
     let entries = entries(snapshot)?;
     let written = || -> io::Result<()> {
         let (file, temporary) = Temporary::create(path)?;
@@ -36,7 +37,7 @@ pub(super) fn save(snapshot: Snapshot, path: &Path) -> Result<(), String> {
         file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
         temporary.publish(path)
     };
-    written().map_err(|error| error.to_string())
+    Ok(written()?)
 }
 
 /// Tensors with wide elements come first: then all are aligned without gaps, which the format forbids.

@@ -14,6 +14,7 @@ use super::sync_buffers::sync_wrapped;
 use super::values::{Value, values};
 use crate::checkpoint::{leftover, scheme};
 use crate::ddp::Ddp;
+use crate::file_failure::FileWork;
 use crate::intercept::find;
 use crate::{Error, Result, agreement, main_first};
 
@@ -21,13 +22,17 @@ impl Ddp {
     /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
     /// `load_file`, and returns the path. *Collective*; all ranks hold the file's content when it returns.
     ///
-    /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. What a
-    /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
-    /// longer than the deadline of a collective: the others wait as long as it lives. It reads one parameter after the
-    /// other, and gathers [sharded](crate::WrapConfig::with_sharding) ones one at a time.
+    /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. Temporary
+    /// files of a killed save to `path` are removed; so only one job at a time may save to it. Rank 0 may write for
+    /// longer than the deadline of a collective: the other ranks wait as long as rank 0 is alive. It reads one
+    /// parameter after the other; each [sharded](crate::WrapConfig::with_sharding) one is gathered before.
     ///
-    /// The ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does. Of [local
-    /// parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's, with a warning the first time.
+    /// Running statistics are synchronised first, as by [`sync_buffers`](Self::sync_buffers). Of [local
+    /// parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's values; the first such save logs a
+    /// warning.
+    ///
+    /// Costs some rounds of small messages, a gather of 8 bytes per parameter to compare the replicas, and an
+    /// all-gather of each sharded parameter; other values do not travel.
     ///
     /// # Errors
     ///
@@ -57,26 +62,26 @@ impl Ddp {
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref(), "bpk");
         self.save_with(model, &path, |_, values| {
-            let failed = format!("could not write {}", path.display());
+            let work = FileWork { cannot: format!("could not write {}", path.display()), path: Some(path.clone()) };
             let mut temporary = None;
             let mut sink = Sink::Absent;
             main_first::on_main(self.group(), || {
-                let (file, at) = Temporary::create(&path).map_err(|e| format!("{failed}: {e}"))?;
+                let (file, at) = Temporary::create(&path).map_err(|e| work.failed(e))?;
                 (sink, temporary) = (Sink::File(file, 0, None), Some(at));
                 Ok(())
             })?;
-            burnpack_writer::write(self.group(), values, &[], &mut sink, &failed)?;
+            burnpack_writer::write(self.group(), values, &[], &mut sink, &work)?;
             main_first::on_main(self.group(), || {
                 let published = temporary.map_or(Ok(()), |temporary| temporary.publish(&path));
-                published.map_err(|e| format!("{failed}: {e}"))
+                published.map_err(|e| work.failed(e))
             })
         })?;
         Ok(path)
     }
 
     /// Writes rank 0's model to `path` (with the extension `.safetensors` if it has none) for other programs, and
-    /// returns the path. *Collective*; in all else as [`save`](Self::save). Rank 0 needs memory for a copy of the
-    /// model.
+    /// returns the path. *Collective*. Otherwise it does what [`save`](Self::save) does, at the same cost. Rank 0 needs
+    /// host memory for a copy of the model.
     ///
     /// Names are the paths of parameters and buffers in the model, such as `conv.weight`. Values have Burn's layout: a
     /// `Linear`'s weight is `[d_input, d_output]`, the transpose of torch's.
@@ -107,21 +112,21 @@ impl Ddp {
             let (mut wholes, mut unread) = (Vec::new(), None);
             for value in values.into_iter().filter(|value| self.is_main() || value.is_sharded()) {
                 match value.whole() {
-                    // The parts that follow take all ranks.
+                    // The sharded values that follow need all ranks: the error waits until they were gathered.
                     Err(e) if !value.is_sharded() => drop(unread.get_or_insert(e)),
                     whole => wholes.extend(Some(whole?).filter(|_| self.is_main())),
                 }
             }
             main_first::on_main(self.group(), || {
-                unread.map_or(Ok(()), |e| Err(format!("could not write {}: {e}", path.display())))?;
-                let saved = safetensors::save(Snapshot { schema, values: wholes }, &path);
-                saved.map_err(|e| format!("could not write {}: {e}", path.display()))
+                let work = FileWork { cannot: format!("could not write {}", path.display()), path: Some(path.clone()) };
+                unread.map_or(Ok(()), |e| Err(work.failed(e.to_string())))?;
+                safetensors::save(Snapshot { schema, values: wholes }, &path).map_err(|e| work.failed(e))
             })
         })?;
         Ok(path)
     }
 
-    /// Writes the model, up to date, by `write`, and compares the ranks' parameters.
+    /// Synchronises running statistics, writes the model by `write`, and compares the ranks' parameters.
     #[track_caller]
     fn save_with<M: Module>(
         &self,
@@ -159,7 +164,7 @@ fn with_extension(path: &Path, extension: &str) -> PathBuf {
     }
 }
 
-/// A file beside the one that it becomes, as Burn names and writes them. Removed on drop.
+/// A temporary file in the directory of the final one, with a name in Burn's pattern. Removed on drop.
 pub(super) struct Temporary(PathBuf);
 
 impl Temporary {
@@ -177,7 +182,7 @@ impl Temporary {
         if let Some(replaced) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) {
             fs::set_permissions(&self.0, replaced.permissions())?;
         }
-        // Nothing has the temporary name then, so that its removal on drop does nothing.
+        // Afterwards no file has the temporary name, so its removal on drop does nothing.
         fs::rename(&self.0, path)?;
         File::open(directory_of(path))?.sync_all()
     }
@@ -185,7 +190,7 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // Its directory may be gone.
+        // An error is ignored: the file was published, or its directory is gone.
         let _ = fs::remove_file(&self.0);
     }
 }

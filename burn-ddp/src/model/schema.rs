@@ -61,7 +61,7 @@ impl Schema {
         entries.filter(|(_, is_local)| !**is_local).map(|(entry, _)| entry.clone()).collect()
     }
 
-    /// Of what `of_entries` has for each entry, that of those which `visit_float` yields.
+    /// The elements of `of_entries`, which has one per entry, for the entries that `visit_float` yields.
     pub(crate) fn floats<'a, T: Copy>(&'a self, of_entries: &'a [T]) -> impl Iterator<Item = T> + 'a {
         of_entries.iter().zip(&self.is_float).filter_map(|(of_entry, is_float)| is_float.then_some(*of_entry))
     }
@@ -89,7 +89,7 @@ impl Schema {
     }
 }
 
-/// SHA-256 of entries, so that ranks exchange 32 bytes when all is well.
+/// SHA-256 of entries: ranks with equal models need to exchange 32 bytes only.
 pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
     let mut sha = Sha256::new();
     for entry in entries {
@@ -100,8 +100,8 @@ pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
     sha.finalize().into()
 }
 
-/// The first rank whose model differs from that of the first rank, and the first difference between the two. `ranks[n]`
-/// is the rank of the n-th model.
+/// The first rank whose model differs from the model of the first rank, and the first difference between the two
+/// models. `ranks[n]` is the rank of the n-th model.
 pub(crate) fn difference(models: &[Vec<Entry>], ranks: &[usize]) -> Option<(usize, String)> {
     let (first, main) = (models.first()?, *ranks.first()?);
     let (&rank, other) = ranks.iter().zip(models).find(|(_, model)| *model != first)?;

@@ -1,4 +1,4 @@
-//! `sync_buffers`: running statistics brought together outside of a backward.
+//! `sync_buffers`: running statistics synchronised outside of a backward.
 
 use burn::module::Module;
 use burn_ddp_comm::ProcessGroup;
@@ -9,16 +9,17 @@ use crate::ddp::Ddp;
 use crate::wrap::wrapped_in;
 
 impl Ddp {
-    /// Brings the running statistics of `model` (BatchNorm's mean and variance) together, in place. *Collective*: every
-    /// rank passes its model, or a copy such as `model.valid()`. It blocks until all have come, and sends one digest
-    /// per statistic, and the statistics if they differ.
+    /// Synchronises the running statistics of `model` (BatchNorm's mean and variance) between the ranks, in place.
+    /// *Collective*: every rank passes its model, or a copy such as `model.valid()`. Blocks until all ranks have called
+    /// it. Costs two rounds of small messages with 8 bytes per statistic, and, if statistics differ, an all-reduce or
+    /// broadcast of all of them per dtype; no communication for a model without statistics.
     ///
-    /// A reduction does so for what its own forward changed. Call this where other forwards have changed them since: a
-    /// detached pass of a GAN's generator, batches read to calibrate. Call it before each rank validates; `save`,
-    /// `check_replicas` and checkpoints do it by themselves.
+    /// A reduction synchronises the statistics that its own forward changed. Call this if other forwards have changed
+    /// them since (a detached pass of a GAN's generator, batches read to calibrate), and before each rank validates.
+    /// `save`, `check_replicas` and checkpoints call it by themselves.
     ///
-    /// By the [policy](BufferPolicy) of the wrapped model all ranks get rank 0's, or the mean, in which each rank
-    /// counts the same; with [`Local`](BufferPolicy::Local) nothing changes. A model that is not wrapped gets the
+    /// By the [policy](BufferPolicy) of the wrapped model all ranks get rank 0's statistics, or the mean in which each
+    /// rank counts the same; with [`Local`](BufferPolicy::Local) nothing changes. A model that is not wrapped gets the
     /// mean.
     ///
     /// # Errors
@@ -52,7 +53,7 @@ impl Ddp {
     }
 }
 
-/// Brings the running statistics of a wrapped `model`, or of a copy, together by its policy; does nothing if it is not
+/// Synchronises the running statistics of a wrapped `model`, or of a copy, by its policy; does nothing if it is not
 /// wrapped. *Collective*.
 #[track_caller]
 pub(crate) fn sync_wrapped<M: Module>(group: &ProcessGroup, model: &M) -> Result<()> {

@@ -1,4 +1,5 @@
-//! Parameters and buffers of a model, each read when it is asked for, so that one at a time is in host memory.
+//! Parameters and buffers of a model, each read from its device on demand, so that only one at a time is in host
+//! memory.
 
 use std::collections::HashMap;
 
@@ -8,9 +9,10 @@ use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
 use super::burnpack_tensors::StoredTensor;
-use super::burnpack_writer::Source;
+use super::burnpack_writer::{Source, Write};
 use super::schema::{Schema, unreadable};
 use crate::Result;
+use crate::file_failure::FileFailure;
 use crate::intercept::{Part, bypass, parts, refuse_parts_without_tap};
 use crate::tensor_conversion::data_of;
 
@@ -43,7 +45,7 @@ pub(crate) struct Value {
 }
 
 impl Value {
-    /// The value, of a sharded parameter the rows of this rank.
+    /// The value; for a sharded parameter, the rows of this rank.
     pub(crate) fn own(&self) -> Result<TensorData> {
         bypass(|| self.lazy.data()).map_err(|e| unreadable(&self.path, &e))
     }
@@ -70,7 +72,7 @@ impl Source for Value {
         let (name, id) = (self.path.clone(), Some(self.id.val()));
         let len_of = |dtype: DType| dims.iter().product::<usize>() * dtype.size();
         let (dtype, len_bytes) = match self.dtype {
-            // The data may have another dtype or length than the tensor says.
+            // The data may differ from the tensor in dtype or length.
             DType::QFloat(_) | DType::Bool(_) | DType::Flex32 if self.part.is_none() => {
                 let data = bypass(|| self.lazy.saved(None)).map_err(unreadable)?;
                 (data.dtype(), data.as_bytes().len())
@@ -101,7 +103,7 @@ impl Source for Value {
         self.part.as_ref().map_or_else(copy, |part| part.gather(self.dtype.size(), own))
     }
 
-    fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String> {
+    fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure> {
         let dtype = if self.dtype == DType::Flex32 { DType::F32 } else { self.dtype };
         let whole = whole.zip(self.part.as_ref());
         let whole = whole.map(|(bytes, part)| TensorData::from_bytes(bytes, part.dims().to_vec(), dtype));
@@ -114,7 +116,7 @@ impl Source for Value {
 trait Lazy {
     fn data(&self) -> Result<TensorData, String>;
 
-    /// As a record holds it: this value, or `other` in its place.
+    /// This value, or `other` in its place, in the form that a record holds.
     fn saved(&self, other: Option<TensorData>) -> Result<TensorData, String>;
 
     /// Shape in a record, of this value or of one of the shape `other`.
@@ -137,7 +139,7 @@ where
                 self.clone().map(like).transform_for_save()
             }
         };
-        // Consumed, so that the memory is moved where nothing else holds it.
+        // Consuming the parameter moves the memory instead of copying it, if nothing else holds it.
         let (_, value, _) = saved.consume();
         data_of(value)
     }

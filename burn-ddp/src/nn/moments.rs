@@ -50,9 +50,9 @@ impl Moments {
         Moments { count: row[0], means: means.into(), variances: variances.into() }
     }
 
-    /// Deviations from the common mean are added to each part's own (Chan, Golub and LeVeque, *Updating formulae and a
-    /// pairwise algorithm for computing sample variances*, 1979), so that nothing cancels. Parts without elements count
-    /// as absent.
+    /// Adds to each part's variance the square of its mean's deviation from the common mean (Chan, Golub and LeVeque,
+    /// *Updating formulae and a pairwise algorithm for computing sample variances*, 1979), which avoids cancellation.
+    /// Parts without elements are ignored.
     fn merge(parts: &[Moments]) -> Result<Moments> {
         let count: f64 = parts.iter().map(|part| part.count).sum();
         if count == 0.0 {

@@ -15,24 +15,25 @@ use crate::intercept::{Tap, WrappedModel, tell_peers};
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`:
 /// N ranks with b items each train like one with N·b.
 ///
-/// A wrapper of Burn's [`BatchNorm`]: it has the same parameters, running statistics and settings under
-/// the same names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of
-/// the model as `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`;
-/// [`Ddp::wrap`](crate::Ddp::wrap) does the rest, by which it learns of the ranks. Without other ranks it is
-/// Burn's layer, bit for bit: in a model that is not wrapped, in a world of 1, in evaluation (`valid()`, or frozen).
+/// A wrapper of Burn's [`BatchNorm`] with the same parameters, running statistics and settings under the same names: it
+/// loads records of models with Burn's layer, and such models load its records. Declare the field of the model as
+/// `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`; [`Ddp::wrap`](crate::Ddp::wrap)
+/// connects it to the ranks. In a model that is not wrapped, in a world of 1 and in evaluation (`valid()`, or frozen)
+/// it computes what Burn's layer does, bit for bit.
 ///
 /// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an
-/// all-reduce of two sums per channel), both small: what they cost is waiting for each other. All ranks must make the
-/// same passes through the layer, with any number of items each, also none on some, and run their backwards. That
-/// includes `no_sync` and accumulation: the same number of micro-batches everywhere.
+/// all-reduce of two sums per channel). Both are small, so their cost is that ranks wait for each other. All ranks must
+/// make the same passes through the layer and run their backwards; each with any number of items, some also with none.
+/// With `no_sync` and accumulation, too, all ranks must have the same number of micro-batches.
 ///
-/// Ranks count by their items, in the average of gradients too: with the weights of
+/// Each rank counts by its number of items, also in the average of gradients: with the weights of
 /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) or of the loader, as [`wrap`](crate::Ddp::wrap) uses them,
 /// gradients are those of the mean over all items, whatever the split.
 ///
 /// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one),
-/// and are the same bits on all ranks: [`BufferPolicy::Local`](crate::BufferPolicy::Local) spares averaging them, if
-/// all layers are of this kind. Means and variances are merged in f64; with half precision everything inside is f32.
+/// and have the same bits on all ranks. If all layers with statistics are of this kind,
+/// [`BufferPolicy::Local`](crate::BufferPolicy::Local) saves the cost of averaging them. Means and variances are merged
+/// in f64; with half precision all other computations in the layer are in f32.
 ///
 /// ```
 /// use burn::nn::BatchNormConfig;
@@ -71,16 +72,20 @@ impl From<SyncBatchNorm> for BatchNorm {
 impl SyncBatchNorm {
     /// Normalises `[items, channels, …]`, and keeps the shape. *Collective* in training.
     ///
+    /// With `c` channels it costs one step, in which a rank sends `16 c + 8` bytes to each other rank, and its backward
+    /// one step with `16 c` bytes (two, if the sums of all ranks together exceed 64 KiB). No communication in
+    /// evaluation.
+    ///
     /// # Panics
     ///
-    /// As Burn's layer, if the input has another number of channels. In training also with the full report if a peer
-    /// failed or called something else, since a forward cannot return an error; and if no rank has an item.
+    /// As Burn's layer, if the input has another number of channels. In training also, with the full report, if a peer
+    /// failed or made another call, since a forward cannot return an error; and if no rank has an item.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
         let training = input.device().is_autodiff() && self.norm.training.is_enabled();
         match tapped {
-            // A closure would show its own line.
+            // A `match`, since inside a closure the reported call site would be the closure's line.
             Some(tapped) if training && tapped.ddp.world_size() > 1 => match self.forward_train(input, tapped) {
                 Ok(normalised) => normalised,
                 Err(error) => {
@@ -120,7 +125,7 @@ impl SyncBatchNorm {
         )))
     }
 
-    /// The running statistics take in those of a batch, as in Burn's layer.
+    /// Updates the running statistics by those of a batch, as Burn's layer does.
     fn update(&self, mean: &Tensor<1>, variance: &Tensor<1>) {
         let momentum = self.norm.momentum;
         for (state, new) in [(&self.norm.running_mean, mean), (&self.norm.running_var, variance)] {
@@ -131,7 +136,7 @@ impl SyncBatchNorm {
     }
 }
 
-/// All of it is the inner layer's, so paths and names are, too.
+/// Every method is the inner layer's, so that parameters have the same paths as in Burn's layer.
 impl Module for SyncBatchNorm {
     fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
         self.norm.collect_devices(devices)

@@ -18,11 +18,11 @@ use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
 
-/// The batch over all ranks that a [`SyncBatchNorm`](super::SyncBatchNorm) normalises by. Opaque: made by it, passed
-/// through [`SyncBatchNormBackend`].
+/// The batch of all ranks, by which a [`SyncBatchNorm`](super::SyncBatchNorm) normalises. Opaque: made by that layer,
+/// passed through [`SyncBatchNormBackend`].
 #[derive(Clone, Debug)]
 pub struct SyncedBatch {
-    /// Without presence: Burn may keep it for long.
+    /// A handle that does not keep the rank in the job, since Burn may keep the node for long.
     pub(super) ddp: Ddp,
     pub(super) group: Arc<ProcessGroup>,
     /// Elements of each channel, over all ranks.
@@ -42,8 +42,8 @@ pub struct SyncedBatch {
 )]
 pub trait SyncBatchNormBackend: Backend {
     /// Normalises `x`, `[items, channels, …]`, by `mean` and `variance`, which are those of the batch over all ranks;
-    /// all but `x` are `[channels]`. With autodiff, the gradient of `x` knows that mean and variance depend on the `x`
-    /// of every rank.
+    /// all but `x` are `[channels]`. With autodiff, the gradient of `x` includes the dependence of mean and variance on
+    /// the `x` of every rank.
     fn sync_batch_norm(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -78,7 +78,7 @@ impl<B: SyncBatchNormBackend, C: CheckpointStrategy> SyncBatchNormBackend for Au
     ) -> FloatTensor<Self> {
         let (mean, variance) = (mean.into_primitive(), variance.into_primitive());
         let parents = [x.node(), gamma.node(), beta.node()];
-        // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
+        // Compute-bound, so that gradient checkpointing never repeats the collective.
         match Backward::<B, 3>::prepare::<C>(SyncBatchNormOps, parents).compute_bound().stateful() {
             OpsKind::Tracked(mut prep) => {
                 let state = State {
@@ -114,9 +114,9 @@ struct SyncBatchNormOps;
 impl<B: Backend> Backward<B, 3> for SyncBatchNormOps {
     type State = State<FloatTensor<B>>;
 
-    /// With x̂ the normalised input: the gradient of β is Σ dy and that of γ is Σ dy·x̂, over this rank's items, for
-    /// what sums or averages gradients of parameters adds the others'. That of x is γ/σ · (dy − Σ dy / n − x̂ · Σ dy·x̂
-    /// / n), with sums and the count n over the items of all ranks.
+    /// With x̂ the normalised input: the gradient of β is Σ dy and that of γ is Σ dy·x̂, over this rank's items, since
+    /// the reduction of parameters' gradients adds those of the other ranks. The gradient of x is γ/σ · (dy − Σ dy / n
+    /// − x̂ · Σ dy·x̂ / n), with sums and the count n over the items of all ranks.
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
         let [x_node, gamma_node, beta_node] = ops.parents;
         let State { x, gamma, mean, variance, batch } = ops.state;
@@ -155,8 +155,9 @@ impl<B: Backend> Backward<B, 3> for SyncBatchNormOps {
 impl SyncedBatch {
     /// From this rank's sums, one per channel, the means over the items of all ranks. *Collective*: one all-reduce.
     ///
-    /// What a rank receives will be weighted by its own items when gradients of parameters are averaged; what it is
-    /// made of should count by the items of the rank whose loss it came from.
+    /// The average of parameters' gradients will weight this rank's gradient by its own items. But each sum should
+    /// count by the items of the rank from whose loss it came. So sums are multiplied by the weight of their rank, and
+    /// the result is divided by that of the rank that receives it.
     fn means<B: Backend>(&self, sums: [FloatTensor<B>; 2]) -> Result<[FloatTensor<B>; 2]> {
         let device = sums[0].device();
         let dtype = sums[0].dtype();
@@ -166,7 +167,7 @@ impl SyncedBatch {
             all.extend(values(read::<B>(sum)?)?.into_iter().map(|sum| sum * weight));
         }
         self.group.all_reduce(&mut all, ReduceOp::Sum)?;
-        // A rank of weight 0 has no say: its gradients are not looked at.
+        // The average ignores the gradients of a rank of weight 0.
         let divisor = if weight > 0.0 { weight * self.count } else { f64::INFINITY };
         all.iter_mut().for_each(|sum| *sum /= divisor);
         let tensor = |means: &[f64]| {

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 const ROWS: usize = 32;
 const COLUMNS: usize = 32;
 /// Sizes of the gradients. The largest has a norm near the largest whose square an f32 holds, so that it is clipped by
-/// any limit that a gradient may exceed; the others are for what depends on the size in another way.
+/// any limit that a gradient may exceed; the others find steps that depend on the size in another way.
 const SIZES: [f32; 3] = [1e-2, 1e3, 1e17];
 /// Steps at each size.
 const STEPS: usize = 4;
@@ -24,9 +24,9 @@ const STEPS: usize = 4;
 impl Ddp {
     /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the
     /// wrapped model, or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer,
-    /// with the value that `step` will get. A backward with a gradient of a sharded parameter for which no optimizer
+    /// with the model that `step` will get. A backward with a gradient of a sharded parameter for which no optimizer
     /// was checked is an error. An unchecked optimizer that steps parameters of a checked one is not noticed. Not
-    /// collective.
+    /// collective: it communicates nothing.
     ///
     /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
     /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two
@@ -77,8 +77,8 @@ impl Ddp {
         refuse_mixing(&refused)?;
         if !sharded.is_empty() && !optim.to_record().is_empty() {
             return Err(Error::invalid(
-                "the optimizer has the state of earlier steps, which is not of this rank's parts of the parameters: \
-                 begin with a new one",
+                "the optimizer has state of earlier steps, which does not belong to this rank's parts of the \
+                 parameters: begin with a new optimizer",
             ));
         }
         fits.into_iter().for_each(ShardedParameter::note_optimizer);
@@ -104,8 +104,8 @@ pub(crate) fn device_of<M: Module>(model: &M) -> Device {
     model.devices().into_iter().next().unwrap_or_default().without_autodiff()
 }
 
-/// True if steps on `device` of an optimizer without state differ from steps of the halves of a parameter of so many
-/// dimensions.
+/// True if an optimizer without state steps a parameter of so many dimensions, on `device`, in another way than its two
+/// halves.
 pub(crate) fn mixes_elements(
     fresh: &ModuleOptimizer,
     path: &str,
@@ -159,7 +159,7 @@ fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId, dev
     Ok(*whole.as_bytes() != *[first.as_bytes(), second.as_bytes()].concat())
 }
 
-/// A module of one parameter, at the path of another: optimizers have groups by path.
+/// A module of one parameter, which it shows at the path of another, since optimizers have groups by path.
 #[derive(Clone, Debug)]
 struct Probe<const D: usize> {
     path: String,

@@ -1,4 +1,4 @@
-//! The state of an optimizer whose model has sharded parameters: each rank has that of its parts.
+//! The state of an optimizer whose model has sharded parameters: each rank has the state of its parts.
 
 use std::collections::HashMap;
 
@@ -6,10 +6,11 @@ use burn::tensor::{Bytes, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
 use super::state::{Ids, check, split};
+use crate::file_failure::{FileFailure, FileWork};
 use crate::intercept::Part;
 use crate::model::burnpack_header::{Item, Pack};
 use crate::model::burnpack_tensors::{StoredTensor, others, tensors};
-use crate::model::burnpack_writer::{self, Sink, Source};
+use crate::model::burnpack_writer::{self, Sink, Source, Write};
 use crate::{Error, Result, agreement};
 
 /// The state of this rank, as Burn wrote it.
@@ -37,7 +38,7 @@ impl<'a> StateInParts<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if it cannot be loaded again, or the state of a part has another shape than the part.
+    /// [`Error::Invalid`] if the state could not be loaded again, or that of a part has another shape than the part.
     pub(crate) fn read(bytes: &'a [u8], ids: &Ids, parts: &HashMap<String, Part>) -> Result<Self> {
         let unusable = |e: String| Error::invalid(format!("the optimizer's state cannot be saved: {e}"));
         let pack = Pack::read(bytes).map_err(unusable)?;
@@ -66,39 +67,44 @@ impl<'a> StateInParts<'a> {
         Ok(StateInParts { tensors, others: others(&pack.header) })
     }
 
-    /// Writes the whole state to rank 0's `sink`, under its ids and in the order in which it has the tensors.
-    /// *Collective*.
+    /// Writes the whole state to rank 0's `sink`, under rank 0's ids and in its order of tensors. *Collective*.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] on every rank if the ranks have states of different parameters; [`Error::File`] if rank 0
-    /// cannot write, which `what` describes.
+    /// cannot do the `work`.
     #[track_caller]
-    pub(crate) fn write(mut self, group: &ProcessGroup, sink: &mut Sink, what: &str) -> Result<()> {
+    pub(crate) fn write(mut self, group: &ProcessGroup, sink: &mut Sink, work: &FileWork) -> Result<()> {
         let keys = self.tensors.iter().filter(|tensor| tensor.part.is_some());
         let keys = keys.map(|tensor| (tensor.key.clone(), format!("{:?}", tensor.stored.dtype))).collect::<Vec<_>>();
         let of_main = group.broadcast_object(Some(keys.clone()), 0)?;
-        let ordered = if group.rank() == 0 { Ok(()) } else { self.order_by(&of_main) };
-        agreement::on_outcome(group, "save its state of an optimizer", ordered)?;
-        burnpack_writer::write(group, self.tensors, &self.others, sink, what)
+        let ordered = if group.rank() == 0 { Ok(()) } else { self.order_by(&of_main, group.ranks()[group.rank()]) };
+        agreement::on_outcome(group, "save its optimizer's state", ordered)?;
+        burnpack_writer::write(group, self.tensors, &self.others, sink, work)
     }
 
-    /// Keeps the tensors of parts alone, in the order of rank 0.
-    fn order_by(&mut self, of_main: &[((String, String), String)]) -> Result<()> {
+    /// Keeps only the tensors of parts, in the order of rank 0. `rank` is this one, for errors.
+    fn order_by(&mut self, of_main: &[((String, String), String)], rank: usize) -> Result<()> {
         let mut parts: HashMap<(String, String), StateTensor<'a>> = HashMap::new();
         let own = self.tensors.drain(..).filter(|tensor| tensor.part.is_some());
         parts.extend(own.map(|tensor| (tensor.key.clone(), tensor)));
         let differs = |(path, field): &(String, String), how: &str| {
-            Error::invalid(format!("{field} of {path} is in the optimizer's state {how}: another optimizer?"))
+            Error::invalid(format!(
+                "the ranks have different optimizer states: {field} of {path} {how}. Every rank must save the same \
+                 optimizer, after the same steps"
+            ))
         };
         for (key, dtype) in of_main {
-            let own = parts.remove(key).ok_or_else(|| differs(key, "of rank 0 alone"))?;
+            let absent = || differs(key, &format!("is on rank 0, but not on rank {rank}"));
+            let own = parts.remove(key).ok_or_else(absent)?;
             if format!("{:?}", own.stored.dtype) != *dtype {
-                return Err(differs(key, &format!("as {dtype} on rank 0 and as {:?} here", own.stored.dtype)));
+                let how = format!("is {dtype} on rank 0, but {:?} on rank {rank}", own.stored.dtype);
+                return Err(differs(key, &how));
             }
             self.tensors.push(own);
         }
-        parts.keys().next().map_or(Ok(()), |key| Err(differs(key, "of this rank, but not of rank 0")))
+        let more = |key| Err(differs(key, &format!("is on rank {rank}, but not on rank 0")));
+        parts.keys().next().map_or(Ok(()), more)
     }
 }
 
@@ -124,7 +130,7 @@ impl Source for StateTensor<'_> {
         self.part.as_ref().map_or_else(copy, |part| part.gather(self.stored.dtype.size(), own))
     }
 
-    fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String> {
+    fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure> {
         write(whole.as_deref().unwrap_or(self.own))
     }
 }

@@ -1,7 +1,8 @@
 //! The state of an optimizer, carried from one process to another.
 //!
-//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is
-//! in the model: states travel under the ids of the process that wrote them, together with the path of each id.
+//! Burn keys it by parameter id, and ids are random in each process. What two processes share is the path of a
+//! parameter in the model: a state travels under the ids of the process that wrote it, together with the path of each
+//! id.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -41,7 +42,7 @@ pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
     Ok(bytes.try_into_vec().unwrap_or_else(|bytes| bytes.to_vec()))
 }
 
-/// Header of a state for the model with the ids `mine`, from that which the owner of `theirs` wrote.
+/// The header of a state, with the ids `mine` of this model in place of `theirs`, those of the model that wrote it.
 ///
 /// # Errors
 ///
@@ -66,8 +67,8 @@ fn unusable(reason: String) -> Error {
     Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"))
 }
 
-/// Checks that `optim` takes all that a state holds, and as it is: Burn leaves out what the optimizer has no place for,
-/// and converts to the device's default dtype. Loads a state of the same fields, of one element each.
+/// Checks that `optim` takes all fields of a state unchanged: Burn leaves out those that the optimizer does not keep,
+/// and converts to the device's default dtype. The check loads a state of the same fields, of one element each.
 fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::result::Result<(), String> {
     let small = |(tensor, _): (StoredTensor, _)| {
         let (dims, len_bytes) = (vec![1; tensor.dims.len()], tensor.dtype.size());
@@ -87,7 +88,7 @@ fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::resul
 /// Logs that the state passes through another device: Burn 0.22 loads it on its default device, and moves it to that of
 /// the parameters in the next step.
 ///
-/// Nothing here can spare it. `ModuleOptimizer::load_record` takes no device and begins with `Device::default()`
+/// This crate cannot avoid it. `ModuleOptimizer::load_record` takes no device and begins with `Device::default()`
 /// (`burn-optim-0.22.1/src/optim/module/module_optimizer.rs:248`); the states are private, and only a step moves them
 /// (line 471). `DispatchDevice::default()` (`burn-dispatch-0.22.1/src/device.rs:249`) is the first device of a kind,
 /// has no setter, and reads a kind without a number from `BURN_DEVICE`, which a process with threads cannot set safely.
@@ -95,8 +96,8 @@ pub(crate) fn warn_of_detour<M: Module>(model: &M, len_bytes: usize) {
     let (default, mib) = (Device::default(), len_bytes >> 20);
     if let Some(own) = model.devices().into_iter().find(|device| *device != default) {
         tracing::warn!(
-            "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: if that is too \
-             much, show each rank its own GPU alone (CUDA_VISIBLE_DEVICES)"
+            "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: if {default:?} \
+             has no room for it, let each rank see only its own GPU (CUDA_VISIBLE_DEVICES)"
         );
     }
 }
@@ -196,7 +197,7 @@ pub(crate) fn broadcast_to<M: Module>(
         true => burnpack_header::header_bytes(&renamed(optim, header, &theirs, &mine)?).map_err(unusable),
         false => Ok(Vec::new()),
     });
-    // The data follow the header in one buffer, so that they are there once.
+    // The data follow the header in one buffer, so that they are in memory once.
     state = agreement::on_outcome(group, TAKE, header)?;
     let start = state.len();
     state.resize(start + data_bytes, 0);
@@ -293,7 +294,7 @@ fn first_change(loaded: &Item, kept: &Item, ids: &Ids) -> Option<String> {
         for (name, was) in loaded.entries(section) {
             let Some(is) = name.text().and_then(|name| kept.get(name)) else {
                 let what = spoken(name, ids);
-                return Some(format!("it has {what}, for which this optimizer has no place: another optimizer?"));
+                return Some(format!("it has {what}, which this optimizer does not keep: is it of another optimizer?"));
             };
             if was.get("dtype") != is.get("dtype") {
                 let dtype = |item: &'_ Item| item.get("dtype").and_then(Item::text).unwrap_or("unknown").to_string();
@@ -301,7 +302,7 @@ fn first_change(loaded: &Item, kept: &Item, ids: &Ids) -> Option<String> {
             }
         }
         if kept.len() > loaded.entries(section).len() {
-            return Some("this optimizer keeps more than the loaded state has: another optimizer?".into());
+            return Some("it lacks values that this optimizer keeps: is it of another optimizer?".into());
         }
     }
     None

@@ -1,4 +1,4 @@
-//! From the counters of all ranks to what makes a run slow: a pure function.
+//! Finds the causes of slow steps in the counters of all ranks, as a pure function.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -8,12 +8,12 @@ use super::report::{Bottleneck, Cause, Report};
 use super::step_counters::Stats;
 use super::straggler::{FACTOR, MIN_DELAY};
 
-/// Fewest steps that are judged.
+/// Smallest number of steps for a report.
 const MIN_STEPS: u64 = 10;
 /// A cause below this share of the step is no bottleneck.
 const MIN_SHARE: f64 = 0.15;
-/// Gradients are many small tensors if a step has at least so many, of at most so many bytes on average, and computes
-/// at most so long for each: then the fixed cost of operations is what takes time.
+/// Gradients count as many small tensors if a step has at least this number of them, of at most this average size, and
+/// computes for at most this time per tensor. Then the fixed cost of operations takes most of the time.
 const MANY_TENSORS: u64 = 200;
 const SMALL_TENSOR_BYTES: u64 = 4096;
 const FIXED_COST: Duration = Duration::from_micros(200);
@@ -39,12 +39,12 @@ impl PerStep {
     }
 }
 
-/// Report on counters by rank of the job, of steps without the first; `None` for fewer steps on a rank than can be
-/// judged.
+/// The report on the counters of each rank, by its number in the job, over all steps but the first; `None` if a rank
+/// has too few steps.
 ///
-/// All ranks of a synchronous step take the same time, and the rank that works longest decides it: the others wait for
-/// it. So the parts of the step are those of this rank, whose waiting is that for communication alone, and what it
-/// works longer than the median of the others is lost to the ranks that are slow.
+/// A synchronous step takes the same time on all ranks, and the rank that works longest determines it, since the others
+/// wait for that rank. So the parts of the step are those of that rank, which waits for communication only. The time by
+/// which it works longer than the median of the other ranks is the cost of slow ranks.
 pub(super) fn judge(ranks: &[(usize, Stats)]) -> Option<Report> {
     let steps = ranks.iter().map(|(_, stats)| stats.steps).min().filter(|steps| *steps >= MIN_STEPS)?;
     let mut ranks: Vec<PerStep> = ranks.iter().map(|(rank, stats)| PerStep::new(*rank, *stats)).collect();
@@ -63,7 +63,7 @@ pub(super) fn judge(ranks: &[(usize, Stats)]) -> Option<Report> {
             let is_slow = |other: &&PerStep| other.work >= median.work + delay / 2;
             let mut slow: Vec<usize> = ranks.iter().filter(is_slow).map(|other| other.rank).collect();
             slow.sort_unstable();
-            // Waiting for data that the other ranks do not have is a cost of these ranks, not of all.
+            // Waiting for data beyond that of the other ranks is a cost of the ranks that wait, not of all ranks.
             let more_data = slowest.data.saturating_sub(median.data);
             data = slowest.data - more_data;
             let cause = match more_data >= delay / 2 {
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn slow_loaders_of_all_ranks() {
         assert_eq!(causes(&[Ms { data: 30.0, ..HEALTHY }; 4]), [Cause::Data]);
-        // One rank has its data at hand: the others are not slow, they are as most are.
+        // The data of one rank are ready at once. The others are not slow ranks, since most ranks are like them.
         let most = [0.2, 30.0, 31.0, 30.0].map(|data| Ms { data, ..HEALTHY });
         assert_eq!(causes(&synchronous(most.into())), [Cause::Data]);
     }

@@ -9,13 +9,12 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::{Error, Result};
 
-/// Bytes that models take on one rank: from [`estimate`](Self::estimate) before training, and
-/// of its wrapped models from [`Telemetry::memory`](super::Telemetry::memory) and
-/// [`Report::memory`](super::Report::memory).
+/// Bytes that models take on one rank: from [`estimate`](Self::estimate) before training, and for the rank's wrapped
+/// models from [`Telemetry::memory`](super::Telemetry::memory) and [`Report::memory`](super::Report::memory).
 ///
-/// Computed from shapes. Activations, data, what Burn's kernels keep and sums of accumulation come on top; during
-/// `wrap` and `unwrap` the whole model on each rank, and during `save_safetensors` and asynchronous checkpoints a copy
-/// of what is saved on rank 0.
+/// The numbers are computed from shapes. They do not include activations, data, memory that Burn's kernels keep, and
+/// sums of accumulation; nor the whole model on each rank during `wrap` and `unwrap`, and a copy of the saved values on
+/// rank 0 during `save_safetensors` and asynchronous checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct MemoryUse {
@@ -24,17 +23,17 @@ pub struct MemoryUse {
     /// Parameters and buffers of the whole models, which the parts of all ranks make up. Not in
     /// [`total`](Self::total).
     pub whole_parameters: u64,
-    /// Averages, from a backward until the optimizer's step has used them; in a world of several ranks Flex keeps those
-    /// of whole parameters between steps, too, in the buffers where they are reduced.
+    /// Averaged gradients, from a backward until the optimizer's step has used them. In a world of several ranks Flex
+    /// keeps the averages of whole parameters between steps, too, in the buffers in which they are reduced.
     pub gradients: u64,
     /// State of the optimizer; `None` if unknown.
     pub optimizer: Option<u64>,
-    /// Most that is there of [sharded](crate::WrapConfig::with_sharding) parameters as wholes, values and gradients, at
-    /// one moment of a step in which each is read once and none is frozen.
+    /// Largest amount of whole [sharded](crate::WrapConfig::with_sharding) parameters and whole gradients of them at
+    /// one moment of a step, if the step reads each parameter once and none is frozen.
     pub gathered: u64,
-    /// Buffers of the collectives in host memory: at most of three buckets of the largest size, and for sharded
-    /// parameters of the largest one. Where gradients come from a GPU and NCCL does not reduce them, every bucket has
-    /// one.
+    /// Buffers of the collectives in host memory: at most three of the size of the largest bucket; with sharded
+    /// parameters, one for the largest of them and one for this rank's rows of it. If gradients come from a GPU and
+    /// NCCL does not reduce them, every bucket has a buffer.
     pub engine_buffers: u64,
 }
 
@@ -46,8 +45,9 @@ impl MemoryUse {
         parameters + gradients + optimizer.unwrap_or(0) + gathered + engine_buffers
     }
 
-    /// The same with the state that optimizers like `optim` have after their first step. Steps copies of it on two
-    /// small parameters named `weight`, and takes the state to grow with the elements of a parameter as it does there.
+    /// The same, with the state that an optimizer like `optim` has after its first step. It measures the state of
+    /// copies of `optim` after a step of two small parameters named `weight`, and assumes that the state grows linearly
+    /// with the number of elements of a parameter.
     ///
     /// # Errors
     ///

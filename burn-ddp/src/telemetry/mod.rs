@@ -1,4 +1,4 @@
-//! The time of steps by what it was spent on: counted on each rank, compared between ranks.
+//! Where the time of steps goes: counters of each rank, and their comparison between ranks.
 
 mod bottleneck_analysis;
 mod memory_use;
@@ -23,7 +23,8 @@ use step_meter::Meter;
 
 /// Counters of one rank's steps, the slowest rank, and why a run is slow; from [`Ddp::telemetry`].
 ///
-/// Cheap to clone; its methods return the values of the moment. It does not keep the rank in the job.
+/// Cheap to clone; its methods return current values. It does not keep the rank in the job. Only
+/// [`report`](Self::report) and [`tensorboard`](Self::tensorboard) communicate.
 ///
 /// # Example
 ///
@@ -74,8 +75,8 @@ impl Telemetry {
         self.meter().last_step()
     }
 
-    /// Memory that the wrapped models of this rank take, by the shapes of their parameters, without the optimizer's
-    /// state ([`MemoryUse::with_optimizer`]).
+    /// Memory that the wrapped models of this rank take, computed from the shapes of their parameters, without the
+    /// optimizer's state (see [`MemoryUse::with_optimizer`]).
     #[must_use]
     pub fn memory(&self) -> MemoryUse {
         self.meter().memory()
@@ -83,8 +84,8 @@ impl Telemetry {
 
     /// The slowest rank, if one stands out; the same on all ranks.
     ///
-    /// It is determined with the [replica check](crate::WrapConfig::with_replica_check), by default every 100 steps,
-    /// and logged once, on rank 0: a `tracing` warning of the target `burn_ddp::straggler`.
+    /// The ranks determine it with each [replica check](crate::WrapConfig::with_replica_check), by default every 100
+    /// steps. Rank 0 logs it once, as a `tracing` warning of the target `burn_ddp::straggler`.
     #[must_use]
     pub fn straggler(&self) -> Option<Straggler> {
         self.meter().straggler()

@@ -12,14 +12,14 @@ use super::step_counters::Stats;
 use crate::Result;
 use crate::agreement::list_ranks;
 
-/// Shares of a run's time, and what makes it slow; from [`Telemetry::report`]. `Display` says it in words.
+/// The parts of a step's time, and the causes of slow steps; from [`Telemetry::report`]. `Display` puts it in words.
 ///
-/// The rank that works longest decides how long a step takes, since the others wait for it; the parts of the step are
-/// those of this rank. Times are averages per step. `step` is the sum of the parts.
+/// The rank that works longest determines the duration of a step, since the other ranks wait for it. So the parts of
+/// the step are those of that rank. Times are averages per step. `step` is the sum of the parts.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// Number of steps of which the times are averages: all but the first, in which memory is allocated and kernels are
+    /// Number of steps over which times are averaged: all but the first, in which memory is allocated and kernels are
     /// compiled.
     pub steps: u64,
     /// Duration of a step.
@@ -28,7 +28,7 @@ pub struct Report {
     pub compute: Duration,
     /// Part of the step: waiting for batches of training loaders.
     pub data: Duration,
-    /// Part of the step: backward waits for averaged gradients, so communication that is not hidden.
+    /// Part of the step: waiting in backward for averaged gradients, which is communication that is not hidden.
     pub wait: Duration,
     /// Part of the step: collectives that the program calls by itself.
     pub calls: Duration,
@@ -47,7 +47,7 @@ pub struct Report {
 pub struct Bottleneck {
     /// Kind of the bottleneck.
     pub cause: Cause,
-    /// Time per step that it takes: the most that a step can become faster without it.
+    /// Time per step that the cause takes: a step without it is faster by this at most.
     pub cost: Duration,
     /// `cost` as a share of the step, 0 to 1.
     pub share: f64,
@@ -79,7 +79,7 @@ pub enum Cause {
     },
     /// Backward waits for averaged gradients.
     Gradients {
-        /// Bytes of gradients that a rank hands over.
+        /// Bytes of gradients that a rank passes to collectives.
         bytes: u64,
         /// Number of collectives that carry them.
         collectives: u64,
@@ -101,8 +101,8 @@ pub enum Cause {
 
 impl Telemetry {
     /// Where the time of all steps so far went, and what makes them slow. *Collective*; blocks until every rank has
-    /// called it. One small all-gather; the same report on every rank, `None` before the eleventh step of a wrapped
-    /// model.
+    /// called it. Costs one small all-gather. Every rank gets the same report; `None` before the eleventh step of a
+    /// wrapped model.
     ///
     /// [`finish`](crate::Ddp::finish) logs the report on rank 0 (`tracing`, target `burn_ddp::report`, level `info`).
     ///

@@ -7,10 +7,9 @@ use std::time::Duration;
 /// [`Telemetry::stats`](super::Telemetry::stats), or of one step from
 /// [`Telemetry::last_step`](super::Telemetry::last_step).
 ///
-/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation
-/// several. Its time is `outside + backward + wait`. Times are the training thread's: work that an asynchronous device
-/// still has to do counts where the thread waits for it. A backward that reaches two wrapped models counts for each of
-/// them.
+/// A step lasts from the end of one reduction to the end of the next, so it has one backward, with accumulation
+/// several. Its time is `outside + backward + wait`. Times are those of the training thread: work of an asynchronous
+/// device counts where the thread waits for it. A backward that reaches two wrapped models counts for each of them.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, prelude::*};
@@ -33,7 +32,7 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Stats {
-    /// Number of reductions: optimizer steps, if each is followed by one.
+    /// Number of reductions; also of optimizer steps, if one follows each reduction.
     pub steps: u64,
     /// Number of collectives that carried gradients: one per bucket, or sharded parameter, and step.
     pub collectives: u64,
@@ -41,13 +40,13 @@ pub struct Stats {
     pub overlapped: u64,
     /// Number of gradient tensors in those collectives.
     pub tensors: u64,
-    /// Bytes of gradients and flags handed to the engine by this rank.
+    /// Bytes of gradients and flags that this rank passed to the engine.
     pub bytes: u64,
     /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered, with the rows of all ranks:
     /// for reads, files and hashes.
     pub gathered: u64,
     /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets;
-    /// of [sharded](crate::WrapConfig::with_sharding) parameters also gathering and reducing them.
+    /// for [sharded](crate::WrapConfig::with_sharding) parameters also gathering them and reducing their gradients.
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,
@@ -62,8 +61,8 @@ pub struct Stats {
     /// Part of `outside`, beside `calls`: [`Ddp::save`](crate::Ddp::save) and
     /// [`Checkpoints::save`](crate::checkpoint::Checkpoints::save), with the collectives in them.
     pub saving: Duration,
-    /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such
-    /// thread.
+    /// Duration of communication. A thread of its own makes most of it during backward; without that thread, it is part
+    /// of `wait`.
     pub busy: Duration,
     /// Number of [comparisons](crate::WrapConfig::with_replica_check) in which parameters of the ranks differed by
     /// rounding.
@@ -82,7 +81,7 @@ impl Stats {
     }
 
     /// Time that this rank worked: without waiting for other ranks, and without `saving`, in which all ranks wait for
-    /// one of them.
+    /// rank 0.
     ///
     /// # Example
     ///

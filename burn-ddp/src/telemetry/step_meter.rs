@@ -34,10 +34,10 @@ struct Counts {
     last: Stats,
     /// `total` at the end of the first step.
     warm_up: Option<Stats>,
-    /// Taken by the next backward that begins.
+    /// Consumed by the next backward that begins.
     pause: Option<Pause>,
     straggler: Option<Straggler>,
-    /// Memory of the wrapped models that are there; each owns its own.
+    /// Memory of the wrapped models that exist; each model owns its entry.
     memory: Vec<Weak<MemoryUse>>,
 }
 
@@ -95,7 +95,7 @@ impl Meter {
         Saving { meter: self, since: Instant::now(), calls: self.0.group.time_in_calls() }
     }
 
-    /// Counts the memory of a wrapped model as long as what it returns is there.
+    /// Counts the memory of a wrapped model as long as the returned value exists.
     pub(crate) fn holds(&self, memory: MemoryUse) -> Arc<MemoryUse> {
         let memory = Arc::new(memory);
         let models = &mut self.counts().memory;
@@ -104,7 +104,7 @@ impl Meter {
         memory
     }
 
-    /// Memory of all wrapped models that are there.
+    /// Memory of all wrapped models that exist.
     pub(crate) fn memory(&self) -> MemoryUse {
         self.counts().memory.iter().filter_map(Weak::upgrade).map(|memory| *memory).sum()
     }
@@ -113,7 +113,7 @@ impl Meter {
         self.counts().straggler.clone()
     }
 
-    /// Records a batch of a loader that was asked for at `asked` and is there now.
+    /// Records a batch of a loader, which was asked for at `asked` and has arrived now.
     pub(crate) fn batch(&self, loader: u32, asked: Instant) {
         let time = asked..Instant::now();
         {
@@ -128,7 +128,7 @@ impl Meter {
         }
     }
 
-    /// Counts a comparison in which parameters of the ranks differed by `rounding`, and logs the first of a model.
+    /// Counts a comparison in which parameters of the ranks differed by `rounding`. Logs the first one of each model.
     pub(crate) fn rounded(&self, rounding: &impl Display, step: Option<u64>, first: bool) {
         self.counts().total.rounded += 1;
         if first && self.0.group.rank() == 0 {
@@ -143,7 +143,7 @@ impl Meter {
         }
     }
 
-    /// Counts a gather of a sharded parameter, of all ranks' rows in so many bytes.
+    /// Counts a gather of a sharded parameter; the rows of all ranks together have this number of bytes.
     pub(crate) fn gathered(&self, bytes: usize) {
         self.counts().total.gathered += bytes as u64;
     }
@@ -161,8 +161,8 @@ impl Meter {
     }
 }
 
-/// Follows the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched) for
-/// each bucket, [`waits`](Self::waits) and [`done`](Self::done) while there is something to wait for,
+/// Measures the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched)
+/// for each bucket, [`waits`](Self::waits) and [`done`](Self::done) as long as communication is pending, then
 /// [`end_backward`](Self::end_backward) or [`end_step`](Self::end_step).
 #[derive(Debug)]
 pub(crate) struct StepMeter {
@@ -294,7 +294,7 @@ impl StepMeter {
         straggler::report(total - std::mem::replace(&mut self.reported, total))
     }
 
-    /// Compares the reports of all ranks. Logs a straggler once, until it changes.
+    /// Compares the reports of all ranks. Logs a straggler once, and again after another result.
     pub(crate) fn compare(&mut self, reports: &[Vec<i64>]) {
         let Inner { world, group, .. } = &*self.meter.0;
         let peer = |nth: usize| group.ranks().get(nth).and_then(|rank| world.peers().get(*rank));

@@ -1,4 +1,4 @@
-//! The rank that keeps the others waiting.
+//! The straggler: the rank for which the other ranks wait.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use super::step_counters::Stats;
 /// Length of a rank's report: number of steps since its last report, nanoseconds of work and of waiting for data in
 /// them.
 pub(crate) const REPORT_LEN: usize = 3;
-/// Fewest steps from which ranks are compared.
+/// Smallest number of steps for a comparison.
 const MIN_STEPS: u64 = 5;
 /// A rank is a straggler if it works 1.2 × the median of the others and at least 2 ms longer per step.
 pub(super) const FACTOR: f64 = 1.2;
@@ -20,13 +20,13 @@ pub(super) const MIN_DELAY: Duration = Duration::from_millis(2);
 /// one that waits least: it works while the others wait for it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Straggler {
-    /// Its number in the job.
+    /// Number of the rank in the job.
     pub rank: usize,
-    /// Name of its machine.
+    /// Name of the rank's machine.
     pub host: String,
     /// Number of steps that were compared.
     pub steps: u64,
-    /// Its work per step.
+    /// Work of the rank per step.
     pub work: Duration,
     /// Part of `work`: waiting for batches of training loaders.
     pub data: Duration,

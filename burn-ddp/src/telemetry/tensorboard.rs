@@ -8,9 +8,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::Telemetry;
 use super::tensorboard_encoding::{scalar, version};
 use crate::checkpoint::scheme;
+use crate::file_failure::FileFailure;
 use crate::{Error, Result, main_first};
 
-/// Curves of a run, from [`Telemetry::tensorboard`]. Rank 0 writes; on other ranks the methods do nothing.
+/// Writes curves of a run for TensorBoard; from [`Telemetry::tensorboard`]. Rank 0 writes; on other ranks the methods
+/// do nothing.
 #[derive(Debug)]
 pub struct TensorBoard {
     telemetry: Telemetry,
@@ -19,12 +21,12 @@ pub struct TensorBoard {
 }
 
 impl Telemetry {
-    /// Begins an event file in `directory`, which rank 0 makes where it is missing, for `tensorboard --logdir
-    /// directory`. *Collective*.
+    /// Begins an event file in `directory` (created on rank 0's machine if missing) for `tensorboard --logdir
+    /// directory`. *Collective*. Costs one small all-gather.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] on every rank if rank 0 cannot write there.
+    /// [`Error::File`] on every rank if rank 0 cannot write to the directory.
     ///
     /// # Example
     ///
@@ -47,14 +49,15 @@ impl Telemetry {
     pub fn tensorboard(&self, directory: impl AsRef<Path>) -> Result<TensorBoard> {
         let directory = directory.as_ref();
         let file = main_first::on_main(self.ddp.group(), || {
-            begin(directory).map_err(|e| format!("could not begin an event file in {}: {e}", directory.display()))
+            let cannot = format!("could not begin an event file in {}", directory.display());
+            begin(directory).map_err(|e| FileFailure::of(cannot, directory, e))
         })?;
         Ok(TensorBoard { telemetry: self.clone(), file: self.ddp.is_main().then_some(file) })
     }
 }
 
 impl TensorBoard {
-    /// Adds the value of `tag` at `step`. Not collective: a mean over the ranks is made with
+    /// Adds rank 0's value of `tag` at `step`. Not collective: for a mean over the ranks, call
     /// [`Ddp::mean`](crate::Ddp::mean) first. The value is in the file when this returns.
     ///
     /// # Errors
@@ -94,22 +97,23 @@ impl TensorBoard {
         })
     }
 
-    /// Appends records, on rank 0: in one write, so that readers see whole ones.
+    /// Appends records on rank 0, in one write, so that readers never see part of a record.
     fn write(&self, records: impl FnOnce() -> Vec<u8>) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let written = OpenOptions::new().append(true).open(file).and_then(|mut file| file.write_all(&records()));
-        written.map_err(|e| Error::file(format!("could not write to {}: {e}", file.display())))
+        let cannot = || format!("could not write to {}", file.display());
+        written.map_err(|e| Error::file(FileFailure::of(cannot(), file, e)))
     }
 }
 
 /// A new event file in `directory`. TensorBoard reads the files of a directory in the order of their names.
 fn begin(directory: &Path) -> std::io::Result<PathBuf> {
     if scheme(directory).is_some() {
-        return Err(std::io::Error::other("that is no folder"));
+        return Err(std::io::Error::other("a URL is not a folder"));
     }
     fs::create_dir_all(directory)?;
     let (time, pid) = (now(), std::process::id());
-    // Two of one process in one second differ in their fractions.
+    // Two files that a process begins in the same second differ in the fraction of the time.
     let path = directory.join(format!("events.out.tfevents.{time:017.6}.{pid}"));
     OpenOptions::new().write(true).create_new(true).open(&path)?.write_all(&version(time))?;
     Ok(path)

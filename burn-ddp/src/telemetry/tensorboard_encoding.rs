@@ -1,6 +1,6 @@
 //! TensorBoard's event files as bytes: TFRecord frames around messages of the protocol buffer `tensorflow.Event`.
 //!
-//! Two kinds of message with five fields in all: a code generator for protocol buffers would be more than they are.
+//! The code writes two kinds of message with five fields in all, so it needs no code generator for protocol buffers.
 
 /// First event of a file: the version of the format.
 pub(super) fn version(wall_time: f64) -> Vec<u8> {
@@ -45,7 +45,7 @@ fn bytes(out: &mut Vec<u8>, field: u64, content: &[u8]) {
     out.extend(content);
 }
 
-/// Seven bits per byte, the lowest first; the highest bit says that more follow.
+/// A varint: seven bits per byte, the lowest first; the highest bit of a byte says that another byte follows.
 fn varint(out: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         out.push(value as u8 | 0x80);
@@ -60,12 +60,12 @@ fn frame(content: &[u8]) -> Vec<u8> {
     [&length[..], &masked_crc(&length), content, &masked_crc(content)].concat()
 }
 
-/// CRC-32C, rotated and shifted so that checksums of data with checksums in them stay good.
+/// CRC-32C, rotated and with an added constant, so that it stays a good checksum for data that contain checksums.
 fn masked_crc(data: &[u8]) -> [u8; 4] {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// Bit by bit: an event has less than a hundred bytes.
+/// Computed bit by bit, which is fast enough since an event has less than a hundred bytes.
 fn crc32c(data: &[u8]) -> u32 {
     /// Castagnoli's polynomial, its lowest power first.
     const POLYNOMIAL: u32 = 0x82f6_3b78;

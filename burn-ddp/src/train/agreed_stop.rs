@@ -17,8 +17,8 @@ enum Stop {
     Failed(String),
 }
 
-/// True if training ends here because of any rank. *Collective*. All ranks get the reason; an error goes before an
-/// interruption.
+/// True if any rank has a reason to end the training here. *Collective*. All ranks get the reason; an error has
+/// precedence over an interruption.
 pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
     match ask(ddp, interrupter) {
         Ok(stop) => stop,
@@ -59,7 +59,7 @@ fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
     Ok(true)
 }
 
-/// Rank 0's value of `own`. *Collective*; true after an error.
+/// Returns rank 0's value of `own` on every rank; true after an error. *Collective*.
 pub(super) fn decide_on_main(ddp: &Ddp, interrupter: &Interrupter, own: bool) -> bool {
     match ddp.group().broadcast_object(ddp.is_main().then_some(own), 0) {
         Ok(verdict) => verdict,
@@ -72,7 +72,7 @@ pub(super) fn decide_on_main(ddp: &Ddp, interrupter: &Interrupter, own: bool) ->
 
 /// Stops this rank with `error`, and ends the world with it, so that the other ranks do not wait.
 pub(super) fn fail(ddp: &Ddp, interrupter: &Interrupter, error: Error) {
-    // An error from a peer is known to all ranks.
+    // All ranks know the errors of peers already.
     if !matches!(error, Error::Comm(_)) {
         ddp.world().fail(error.to_string());
     }

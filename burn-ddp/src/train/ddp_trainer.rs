@@ -1,4 +1,5 @@
-//! The entry to Burn's trainer: methods of [`Ddp`] that make its parts data-parallel.
+//! The entry to Burn's trainer: methods of [`Ddp`] that make trainers, learners, metrics and checkpointers
+//! data-parallel.
 
 use std::panic::Location;
 use std::path::Path;
@@ -59,10 +60,10 @@ pub trait DdpTrainer {
     /// metrics made by [`metric`](Self::metric) are those of all ranks. Other settings and `launch` are as in Burn, and
     /// the same on every rank.
     ///
-    /// Rank 0 renders, and writes metrics, logs and checkpoints to `directory`; the others show and write nothing. The
-    /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Rank 0 decides on early
-    /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all report
-    /// it. `launch` is *collective*, this call is not.
+    /// Rank 0 renders, and writes metrics, logs and checkpoints to `directory`; the other ranks show and write nothing.
+    /// The launched model must not be wrapped: `launch` gives rank 0's weights to all ranks. Rank 0 decides on early
+    /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all of
+    /// them report it. `launch` is *collective*, this call is not.
     ///
     /// # Panics
     ///
@@ -93,14 +94,14 @@ pub trait DdpTrainer {
     /// [`training_with`](Self::training_with) gets; without sharding it is no different. Not collective.
     ///
     /// While it trains, each rank holds its rows of sharded parameters and of their optimizer's state. Burn's
-    /// checkpointers write whole files, which rank 0 gathers after each epoch, in its host memory; they load on any
-    /// number of ranks, sharded or not. `optimize` of your own gets this rank's parts, and must treat each element by
-    /// itself. `result.model` is sharded: every rank calls [`Ddp::save`] or [`Ddp::unwrap`] with it.
+    /// checkpointers write whole values, which rank 0 gathers in host memory after each epoch; any number of ranks can
+    /// load them, sharded or not. An `optimize` of your own gets this rank's parts, and must treat each element by
+    /// itself. `result.model` is sharded: call [`Ddp::save`] or [`Ddp::unwrap`] with it on every rank.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) with the parameters that `optim` does not step element by element, as
-    /// in [`Ddp::optimizer`]; those of [`Ddp::wrap_with`] that a rank sees alone.
+    /// in [`Ddp::optimizer`]; errors of [`Ddp::wrap_with`] that a rank finds without the other ranks.
     ///
     /// # Example
     ///
@@ -124,8 +125,8 @@ pub trait DdpTrainer {
         config: &WrapConfig,
     ) -> Result<Learner<M>>;
 
-    /// `metric` over all ranks at the end of each split: the value for tables, early stopping and the choice of the
-    /// best checkpoint.
+    /// `metric` with its value over all ranks at the end of each split, which tables, early stopping and the choice of
+    /// the best checkpoint use.
     ///
     /// For metrics that are means, see [`MeanMetric`]; for others, [`gathered_metric`](Self::gathered_metric). While a
     /// split runs, rank 0 shows its own share. Register it on every rank, in the same order, on the result of
@@ -144,7 +145,7 @@ pub trait DdpTrainer {
         Me::Input: GatherInput;
 
     /// A checkpointer for Burn's `with_custom_checkpointers` with files on rank 0's machine only: rank 0 writes and
-    /// reads them, and broadcasts what it read.
+    /// reads them, and broadcasts their contents.
     ///
     /// Burn's `with_default_checkpointers` is enough where all ranks share a directory. `directory` and `name` are
     /// those of Burn's `FileCheckpointer`, which reads the same files; the default ones are `checkpoint` in the

@@ -1,4 +1,4 @@
-//! The batches of all ranks on every rank, one rank's after the other's, a few at a time.
+//! Exchange of batches: every rank receives those of all ranks in rank order, a few at a time.
 
 use burn::tensor::{DType, TensorData, TensorReadError};
 use burn_ddp_comm::ProcessGroup;
@@ -12,17 +12,17 @@ pub(super) type Batch = Vec<TensorData>;
 /// Shape, dtype and number of bytes of each tensor of each batch of a parcel.
 type Contents = Vec<Vec<(Vec<usize>, DType, usize)>>;
 
-/// Bytes from which a parcel is full: small batches do not cost a collective each.
+/// Bytes from which a parcel (the batches of one collective) is full, so that small batches share a collective.
 const PARCEL_BYTES: usize = 16 << 20;
 
-/// Calls `f` with each batch of all ranks: how many there are, the number of this one from 1, and its tensors.
-/// Rank 0's come first. *Collective*: each rank passes its `own` batches, and `f` gets the same ones on every rank.
+/// Calls `f` with each batch of all ranks, rank 0's first: with the number of batches, the number of this one from 1,
+/// and its tensors. *Collective*: each rank passes its `own` batches, and `f` gets the same batches on every rank.
 ///
 /// Besides `own`, a rank holds two copies of a parcel: of batches of about 16 MiB together, or of one larger batch.
 ///
 /// # Errors
 ///
-/// If a peer failed. Otherwise the first error of `f`, which is not called again.
+/// An error if a peer failed; otherwise the first error of `f`, which is not called again after it.
 pub(super) fn each_batch(
     group: &ProcessGroup,
     own: &[Batch],
@@ -48,7 +48,7 @@ fn in_parcels(
             received += parcel.len();
             for batch in parcel {
                 number += 1;
-                // After an error, too, the parcels of the other ranks have to be received.
+                // Also after an error of `f` this rank must receive the parcels, since the other ranks send them.
                 outcome = outcome.and_then(|()| f(total, number, batch?));
             }
         }

@@ -85,9 +85,9 @@ gather! {
 /// A metric computed from the items of all ranks; from
 /// [`DdpTrainer::gathered_metric`](super::DdpTrainer::gathered_metric).
 ///
-/// At the end of a split each rank computes the metric from the batches of all ranks, rank 0's first. With an
-/// [`EvalLoader`](crate::data::EvalLoader) that is the order of the dataset. Until then a rank holds its own batches in
-/// host memory, and then those of the others a few at a time.
+/// At the end of a split each rank computes the metric from the batches of all ranks, rank 0's first; with an
+/// [`EvalLoader`](crate::data::EvalLoader) that is the order of the dataset. During the split a rank holds its own
+/// batches in host memory, and at its end receives those of the other ranks a few at a time.
 #[derive(Clone, Debug)]
 pub struct GatheredMetric<Me> {
     /// The metric over this rank's batches, shown while a split runs.
@@ -95,7 +95,7 @@ pub struct GatheredMetric<Me> {
     /// The metric over the batches of all ranks, computed at the end of a split.
     all: Me,
     ddp: Ddp,
-    /// The line that made it.
+    /// The line of the program that made the metric.
     site: &'static Location<'static>,
     /// This rank's batches since the split began.
     batches: Vec<Batch>,

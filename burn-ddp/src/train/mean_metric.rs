@@ -74,7 +74,7 @@ impl MeanMetric for PerplexityMetric {
 pub struct GlobalMetric<Me> {
     metric: Me,
     ddp: Ddp,
-    /// The line that made it.
+    /// The line of the program that made the metric.
     site: &'static Location<'static>,
     /// Sum and count over this rank's batches since the split began.
     sum: f64,
@@ -93,7 +93,7 @@ impl<Me: MeanMetric> GlobalMetric<Me> {
             NumericEntry::Aggregated { count, .. } => *count,
             NumericEntry::Value(_) | NumericEntry::Final(_) => 1,
         };
-        // A batch of padding alone has no value.
+        // The metric has no value for a batch of padding alone.
         if count > 0 {
             self.sum += whole(self.metric.to_mean(entry.current()) * count as f64);
             self.count += count;
@@ -168,7 +168,8 @@ fn final_entry(value: f64, attributes: &MetricAttributes) -> SerializedEntry {
     )
 }
 
-/// Rounds a sum to the whole number it is within rounding errors of: a count that went through a mean and back.
+/// Rounds a sum that differs from a whole number by no more than rounding errors: it was a count, which the metric
+/// divided to a mean, and the caller multiplied back.
 fn whole(sum: f64) -> f64 {
     let nearest = sum.round();
     if (sum - nearest).abs() <= 8.0 * f64::EPSILON * sum.abs() { nearest } else { sum }

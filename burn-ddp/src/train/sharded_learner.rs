@@ -1,10 +1,11 @@
 //! Burn's `Learner` with sharded parameters: model and optimizer are in parts while it trains, whole in checkpoints.
 //!
-//! A `Learner` does not lend its optimizer, and takes values for its model by `load_model` alone, which compares shapes
-//! and then calls each parameter's load mapper (`burn-core-0.22.1/src/store/mod.rs:342`,
-//! `burn-core-0.22.1/src/module/param/base.rs:656`). So [`new`] gives the parameters that will be divided mappers that
-//! cut what is loaded and make whole what is saved, at the strategy's word, and checks the optimizer. Burn loads a
-//! checkpoint before the strategy begins, when the model is still whole.
+//! A `Learner` gives no access to its optimizer, and takes values for its model by `load_model` alone, which compares
+//! shapes and then calls each parameter's load mapper (`burn-core-0.22.1/src/store/mod.rs:342`,
+//! `burn-core-0.22.1/src/module/param/base.rs:656`). So [`new`] gives mappers to the parameters that will be divided,
+//! and checks the optimizer. When the strategy enables them, the mappers cut a loaded value to this rank's rows, and
+//! replace a part that is saved by the whole value. Burn loads a checkpoint before the strategy begins, when the model
+//! is still whole.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -23,6 +24,7 @@ use burn::train::metric::store::EventStoreClient;
 use burn::train::{Learner, LearnerModel, LearningCheckpointer};
 use burn_ddp_comm::RowDivision;
 
+use crate::file_failure::FileWork;
 use crate::intercept::{answers, is_bypassed, note_part, own_rows, parts};
 use crate::model::burnpack_header::{Pack, header_bytes};
 use crate::model::burnpack_tensors::{aligned, header, others, tensors};
@@ -33,18 +35,18 @@ use crate::optimizer::sharded_state::StateInParts;
 use crate::optimizer::state::{ids_of, split};
 use crate::{Ddp, Error, Result, WrapConfig, agreement, wrap};
 
-/// Shape of each parameter that is divided, and the rows of this rank, by path.
+/// Shape of each divided parameter, and the rows of this rank, by path.
 pub(super) type Divided = HashMap<String, (Vec<usize>, Range<usize>)>;
 
-/// What the mappers of divided parameters do on a thread.
+/// The present work of the mappers of divided parameters, for each thread.
 enum Exchange {
-    /// Nothing; a part is not saved.
+    /// Keep values as they are; saving a part is an error.
     Wholes,
-    /// Nothing.
+    /// Keep values as they are, also parts.
     Parts,
-    /// Of what is loaded, leave this rank's rows, and note the path.
+    /// Cut loaded values of these parameters to this rank's rows, and note their paths.
     Cut(Divided, HashSet<String>),
-    /// Save these in place of parts.
+    /// Save these whole values in place of parts.
     Save(HashMap<String, TensorData>),
 }
 
@@ -52,7 +54,7 @@ thread_local! {
     static EXCHANGE: RefCell<Exchange> = const { RefCell::new(Exchange::Wholes) };
 }
 
-/// Runs `f` with mappers that do `exchange`, and returns that as it is afterwards.
+/// Runs `f` while the mappers of this thread do `exchange`. Returns the result, and `exchange` with the noted paths.
 fn with<T>(exchange: Exchange, f: impl FnOnce() -> T) -> (T, Exchange) {
     struct Restore;
     impl Drop for Restore {
@@ -97,7 +99,7 @@ pub(super) fn new<M: LearnerModel>(
     Ok(Learner::new(model.map(&mut Attach { parts: parts.collect(), path: Vec::new() }), optim, lr_scheduler))
 }
 
-/// Gives divided parameters their mappers.
+/// Gives the mappers to divided parameters.
 struct Attach {
     /// By path, the shape of this rank's part; `None` if that is the whole.
     parts: HashMap<String, Option<Vec<usize>>>,
@@ -163,7 +165,7 @@ fn made_whole<const D: usize>(path: &str, part: Option<&[usize]>, value: Tensor<
     })
 }
 
-/// Loads `record` into the model, and leaves of `divided` parameters and of their optimizer state this rank's rows.
+/// Loads `record` into the model, and cuts `divided` parameters and their optimizer state to this rank's rows.
 ///
 /// # Errors
 ///
@@ -199,15 +201,15 @@ pub(super) fn cut<M: LearnerModel>(
     Ok(())
 }
 
-/// A learner for a checkpoint: the one that trains, with whole state of the optimizer, and whole values of the model.
+/// A learner to be saved: the one that trains, with the whole state of the optimizer, and whole values of the model.
 pub(super) struct WholeLearner<M: LearnerModel> {
     learner: Learner<M>,
     wholes: HashMap<String, TensorData>,
 }
 
 impl<M: LearnerModel> WholeLearner<M> {
-    /// Gathers on rank 0 what `checkpoint` writes; the others get `None`. `tapped` is the learner's model with its
-    /// taps. *Collective*.
+    /// Gathers the whole values and state on rank 0; the other ranks get `None`. `tapped` is the learner's model with
+    /// its taps. *Collective*.
     #[track_caller]
     pub(super) fn gather(
         ddp: &Ddp,
@@ -229,7 +231,8 @@ impl<M: LearnerModel> WholeLearner<M> {
         let parts = parts(tapped);
         let state = agreement::on_outcome(group, "save its learner", StateInParts::read(&state, &ids, &parts))?;
         let mut sink = if is_main { Sink::Memory(Vec::new()) } else { Sink::Absent };
-        state.write(group, &mut sink, "cannot make the optimizer's state whole")?;
+        let work = FileWork { cannot: "cannot make the optimizer's state whole".into(), path: None };
+        state.write(group, &mut sink, &work)?;
         let Sink::Memory(state) = sink else { return Ok(None) };
         let mut learner = learner.clone();
         learner.load_optim(read(state)?);
@@ -247,7 +250,7 @@ impl<M: LearnerModel> WholeLearner<M> {
     }
 }
 
-/// The state of the learner's optimizer, which Burn shows to a checkpointer only.
+/// The state of the learner's optimizer, read by a checkpointer, since Burn gives access to it in no other way.
 fn state_of<M: LearnerModel>(learner: &Learner<M>, events: &EventStoreClient) -> Result<OptimizerRecord> {
     struct EachTime;
     impl CheckpointingStrategy for EachTime {
@@ -299,8 +302,8 @@ impl<R: Checkpoint> Checkpointer<R> for Keep<R> {
     }
 }
 
-/// A state of whole parameters, as Burn wrote it, with these rows alone of the parameters in `parts`: path, shape and
-/// rows by id.
+/// The state `bytes` of whole parameters, as Burn wrote it, cut to the given rows of the parameters in `parts`: path,
+/// shape and rows by id.
 ///
 /// # Errors
 ///

@@ -10,13 +10,13 @@ use burn_ddp_comm::attribute_calls;
 use crate::model::digest::digest;
 use crate::{Ddp, Error, Result, agreement, chunked_broadcast, main_first};
 
-/// Writes and reads files on rank 0 and broadcasts what it read; from
+/// Writes and reads files on rank 0, and broadcasts the records that it reads; from
 /// [`DdpTrainer::checkpointer`](super::DdpTrainer::checkpointer).
 pub struct SharedCheckpointer {
     ddp: Ddp,
     /// `None` on ranks other than 0.
     files: Option<FileCheckpointer>,
-    /// The line that made it.
+    /// The line of the program that made the checkpointer.
     site: &'static Location<'static>,
 }
 
@@ -68,7 +68,8 @@ impl<R: Checkpoint> Checkpointer<R> for SharedCheckpointer {
         self.files.as_ref().map_or(Ok(()), |files| Checkpointer::<R>::delete(files, epoch))
     }
 
-    /// *Collective*: Burn calls it on every rank before the training begins and waits for it, so the group is free.
+    /// *Collective*. It may use the group of the program's own calls, since Burn calls it on every rank before the
+    /// training begins, and waits for it.
     fn restore(&self, epoch: usize) -> Result<R, CheckpointerError> {
         attribute_calls(self.site, || self.share(epoch)).map_err(|e| CheckpointerError::Unknown(e.to_string()))
     }

@@ -43,8 +43,8 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, site, train }
     }
 
-    /// Gives all ranks the same weights. Returns the taps for each step, and the device. `micro_batches` is the number
-    /// of backwards per step.
+    /// Gives all ranks the same weights. Returns the taps, which each step attaches, and the device. `micro_batches` is
+    /// the number of backwards per step.
     fn prepare(
         &self,
         learner: &mut Learner<M>,
@@ -63,7 +63,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
             k => wrap::refuse_accumulation(&format!("`grads_accumulation({k})`"), agreed.local()),
         };
         agreement::on_outcome(self.ddp.group(), "accumulate", accumulates)?;
-        // The learner does not give its model away, but loads values into it.
+        // The learner gives no access to its model, but can load values into it.
         match self.config.shards() {
             true => {
                 let cut = sharded_learner::cut(learner, model.into_record(), agreed.divided(&self.ddp), events);
@@ -73,7 +73,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
         }
         let device = agreed.device.clone();
         let taps = agreed.taps(&self.ddp, &learner.model())?;
-        // `ddp.learner` has checked the optimizer.
+        // `ddp.learner` has checked that the optimizer can step divided parameters.
         let slots = 0..taps.wrapped.slots.len();
         slots.filter(|slot| taps.wrapped.is_divided(*slot)).for_each(|slot| taps.wrapped.note_optimizer(slot));
         // Each parameter was loaded separately, so clones no longer share one.
@@ -137,13 +137,13 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner, accumulation, &event_store)) {
             Ok(prepared) => prepared,
             Err(error) => {
-                // All ranks got the same error.
+                // All ranks got the same error, so none waits for this one.
                 report(ddp, &interrupter, &error);
                 return (learner.model(), event_processor);
             }
         };
         let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
-        // Burn counts epochs from 1; a resumed training goes on with the order of its epoch.
+        // Burn counts epochs from 1. A resumed training continues with the order of its epoch.
         sharded.set_epoch(starting_epoch - 1);
         let mut run = Run { ddp, site, sharded, taps, learner, accumulation, events: event_processor, interrupter };
 
@@ -174,7 +174,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
                 }
             }
         }
-        // Finishes pending writes, which may fail.
+        // Dropping it finishes pending writes, which may fail.
         drop(checkpointer);
         stops(&run.interrupter);
         (run.result(), run.events)
@@ -339,8 +339,8 @@ impl<M: LearnerModel> Run<'_, M> {
         }
     }
 
-    /// Validates a model in parts, which all ranks read together: those that have fewer batches pass theirs
-    /// again, and do not count them.
+    /// Validates a model with sharded parameters, which all ranks must read together. A rank with fewer batches than
+    /// others passes its batches again, and does not count them.
     fn validate_in_step(&mut self, loader: &ValidLoader<M>) {
         let (ddp, site) = (self.ddp, self.site);
         let model = self.result().valid();
@@ -369,8 +369,8 @@ impl<M: LearnerModel> Run<'_, M> {
                 Some(Ok(batch)) => batch,
                 Some(Err(error)) => return fail(ddp, &self.interrupter, Error::invalid(error.to_string())),
                 None => {
-                    let reason = "this rank has no item to validate sharded parameters with, as all ranks must: there \
-                        are fewer items than ranks";
+                    let reason = "this rank has no item to validate, but all ranks must read sharded parameters \
+                        together: there are fewer items than ranks";
                     return fail(ddp, &self.interrupter, Error::invalid(reason));
                 }
             };

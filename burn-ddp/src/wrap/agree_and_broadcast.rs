@@ -49,7 +49,7 @@ pub(crate) struct AgreedModel {
     config: WrapConfig,
     /// Memory of the wrapped model on this rank.
     memory: MemoryUse,
-    /// Line of `wrap`.
+    /// Line of the program that called `wrap`.
     site: &'static Location<'static>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     }
     match agreement::on_model(world, &schema.shared(&is_local)) {
         Err(Error::ModelsDiffer { rank, difference }) => {
-            // All ranks come here together.
+            // `agreement::on_model` fails on all ranks or on none, so all of them enter this collective.
             return Err(match local_parameters::disagreement(world, &schema.paths(), &is_local)? {
                 Some(path) => Error::invalid(format!("the ranks wrap with different settings: {path}")),
                 None => Error::ModelsDiffer { rank, difference },
@@ -87,7 +87,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     };
     let divided = slots.iter().map(|slot| slot.sharded).collect();
     if ddp.world_size() == 1 {
-        // The part is the whole: it is trained as any parameter.
+        // The part is the whole, and is trained like any other parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
     let memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);

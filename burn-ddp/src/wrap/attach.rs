@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use crate::ddp::Ddp;
 use crate::intercept::{Tap, WrappedModel, cut};
 
-/// The taps of a wrapped model, to attach to its copies. The reducer lives as long as this or a tapped copy does.
+/// The taps of a wrapped model, to attach to its copies. The reducer lives as long as this value or a tapped copy.
 pub(crate) struct Taps {
     ddp: Ddp,
     pub(crate) wrapped: Arc<WrappedModel>,
@@ -23,8 +23,8 @@ impl Taps {
         Taps { ddp: ddp.clone(), wrapped, slot_of }
     }
 
-    /// Returns `model` with a tap on every parameter that has a slot. It is the model that was wrapped, or a copy with
-    /// the same parameters and other values.
+    /// Returns `model` with a tap on every parameter that has a slot. `model` is the one that was wrapped, or a copy
+    /// with the same parameters and other values.
     pub(crate) fn attach<M: Module>(&self, model: M) -> M {
         let (ddp, wrapped, slot_of) = (self.ddp.clone(), self.wrapped.clone(), self.slot_of.clone());
         let model = model.apply_reparameterization(Attach { ddp, wrapped, slot_of });
@@ -44,7 +44,7 @@ impl Drop for Taps {
 struct Attach {
     ddp: Ddp,
     wrapped: Arc<WrappedModel>,
-    /// Slots of the floats to come.
+    /// Slots of the float parameters and buffers that were not visited yet.
     slot_of: VecDeque<Option<usize>>,
 }
 
@@ -56,7 +56,7 @@ impl Reparameterizer for Attach {
         let Some(slot) = slot else { return (param, None) };
         let shards = self.wrapped.shards().filter(|_| self.wrapped.is_sharded(slot));
         let param = match shards.map(|shards| (shards.rows(slot), shards.rank())) {
-            // A copy that Burn's trainer holds is in parts already.
+            // A copy that Burn's trainer holds is cut already: it has fewer rows.
             Some((division, rank)) if param.lazy_shape()[0] == division.rows => cut(param, division.rows_of(rank)),
             _ => param,
         };

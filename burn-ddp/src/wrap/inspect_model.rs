@@ -20,7 +20,7 @@ pub(super) struct Inspected {
     pub(super) first_clone: Vec<usize>,
     /// See [`running_stats::which`].
     pub(super) is_buffer: Vec<bool>,
-    /// For each entry of the schema, true if it is left to each rank.
+    /// For each entry of the schema, true if it is a local parameter or buffer.
     pub(super) is_local: Vec<bool>,
     /// Paths of the parameters under another reparameterization (LoRA), which get no tap.
     pub(super) bases: HashSet<String>,
@@ -41,7 +41,7 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspe
         return Err(Error::invalid("the model has no float parameters: there is nothing to train"));
     };
     crate::device::check_supported(&device)?;
-    // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
+    // Running statistics that `visit` shows may lag one update behind; `valid` brings them up to date.
     drop(model.valid());
     let schema = Schema::of(model)?;
     let first_clone = schema.first_clones(model)?;

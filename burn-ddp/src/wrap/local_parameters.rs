@@ -38,9 +38,10 @@ pub(crate) fn refuse_accumulation<'a>(what: &str, local: impl IntoIterator<Item 
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "{what} with local parameters ({}): every backward returns their gradients, and those of the other parameters \
-         wait for the end of the step. Move them to a model of its own that is not wrapped, or leave {what} out and \
-         add up the gradients of micro-batches by hand (Burn's `GradientsAccumulator`)",
+        "{what} with local parameters ({}) is not possible: every backward returns their gradients, but the gradients \
+         of the other parameters only at the end of the step. Move the local parameters to a model of their own that \
+         is not wrapped, or leave {what} out and add up the gradients of micro-batches by hand (Burn's \
+         `GradientsAccumulator`)",
         list_paths(trained)
     )))
 }

@@ -11,7 +11,7 @@ use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
 
 impl MemoryUse {
-    /// Memory that the rank that holds most of `world_size` ranks would take for `model`, wrapped with `config`.
+    /// Memory for `model`, wrapped with `config`, on the one of `world_size` ranks that holds most.
     /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Not collective; `world_size` need not be that of this
     /// job.
     ///
@@ -41,7 +41,7 @@ impl MemoryUse {
             return Err(Error::invalid("a job has at least one rank"));
         }
         let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config)?;
-        // Alone, the part of a rank is the whole.
+        // In a world of 1 the part is the whole.
         let divides =
             |entry: &Entry| world_size > 1 && config.divides(&entry.dims, world_size) && !bases.contains(&entry.path);
         let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
@@ -51,7 +51,8 @@ impl MemoryUse {
     }
 }
 
-/// Memory of a rank of a world, `(rank, world_size)`, which reduces gradients by buckets of these sizes, if at all.
+/// Memory of one rank of a world, given as `(rank, world_size)`. `caps` are the sizes of its buckets; `None` means that
+/// it reduces no gradients.
 pub(super) fn memory(
     schema: &Schema,
     first_clone: &[usize],

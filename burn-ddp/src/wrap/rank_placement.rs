@@ -20,7 +20,8 @@ pub(super) fn advise(ddp: &Ddp, group: &ProcessGroup) {
     }
 }
 
-/// What makes some machine send more than one partial sum per gradient in a group of these world ranks, and what helps.
+/// Advice if a machine sends more than one partial sum of each gradient in a group of these world ranks; `None` if
+/// every machine sends one.
 fn advice(machines: &Machines, ranks: &[usize]) -> Option<String> {
     let most = machines.partial_results(ranks).into_iter().max().filter(|most| *most > 1)?;
     let is_scattered = |machine: &usize| {

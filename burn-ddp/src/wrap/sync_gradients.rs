@@ -9,18 +9,20 @@ use crate::ddp::Ddp;
 use crate::{Result, intercept};
 
 impl Ddp {
-    /// Reduces the gradients of micro-batches that no backward has reduced, and returns their averages: for the
-    /// optimizer, as after the last micro-batch of a step. *Collective*.
+    /// Reduces the gradients of micro-batches that no backward has reduced, and returns their averages for the
+    /// optimizer, like the last backward of a step. *Collective*.
     ///
-    /// With [accumulation](crate::WrapConfig::with_accumulation) the last micro-batches of an epoch may be fewer than a
-    /// step has, and after [`no_sync`](Ddp::no_sync) no backward may follow. A loop over [`Ddp::loader`] needs no call
-    /// for the first, as its last batch reduces by itself, unless it calls [`Ddp::set_batch_items`] or leaves the epoch
-    /// early. Other loops call it at the end of each epoch, on **every rank** at the same place; ranks may hold
-    /// different numbers of micro-batches, or none. If no rank holds any, the result is empty and no step is counted.
+    /// Two loops need it: one with [accumulation](crate::WrapConfig::with_accumulation), if an epoch ends with fewer
+    /// micro-batches than a step has; and one with [`no_sync`](Ddp::no_sync), if no backward follows. In the first case
+    /// a loop over [`Ddp::loader`] needs no call, as the last batch of its epoch reduces by itself, unless the loop
+    /// calls [`Ddp::set_batch_items`] or leaves the epoch early. Other loops call it at the end of each epoch, on
+    /// **every rank** at the same place; ranks may hold different numbers of micro-batches, or none. If no rank holds
+    /// any, the result is empty and no step is counted.
     ///
     /// The averages are the mean over the items of all micro-batches and ranks, or the sum, as
-    /// [`GradientReduction`](crate::GradientReduction) says. Blocks until all ranks have called it. It costs a small
-    /// all-reduce; if gradients are held also the reduction of a step, and the memory of one gradient of the model.
+    /// [`GradientReduction`](crate::GradientReduction) says. Blocks until all ranks have called it. Costs an all-reduce
+    /// of one byte; if a rank holds gradients, also the communication of [`Ddp::backward`] and memory for one gradient
+    /// of each parameter.
     ///
     /// # Errors
     ///
@@ -65,7 +67,7 @@ impl Ddp {
         if held == [0] {
             return Ok(GradientsParams::new());
         }
-        // A backward of weight 0 that reaches every parameter: the averages come to their leaves as ever.
+        // A backward of weight 0 that reaches every parameter: it puts the averages on the leaves as any other does.
         let Some(loss) = intercept::read_all(model, wrapped) else {
             let reason = "gradients of micro-batches are held, but the model has no trainable parameter any more";
             return Err(intercept::refused(self, reason.into()));

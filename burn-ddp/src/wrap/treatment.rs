@@ -17,7 +17,7 @@ pub(crate) enum Treatment {
     Sharded,
     /// No gradient as long as the parameter is frozen; the replica check compares its value.
     Frozen,
-    /// Nothing: a local parameter keeps this rank's gradient; running statistics, quantized values, integers and bools
+    /// No slot: a local parameter keeps this rank's gradient; running statistics, quantized values, integers and bools
     /// have none.
     LeftOut,
 }
@@ -52,10 +52,10 @@ fn treatment(value: Value) -> Treatment {
 /// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has
 /// one.
 ///
-/// Averaged and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which names
-/// that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
-/// [`running_stats::which`](crate::model::running_stats::which); `is_local` is of each entry of the schema; `divides`
-/// says whether the settings shard a parameter.
+/// Averaged, sharded and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which
+/// names that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
+/// [`running_stats::which`](crate::model::running_stats::which); `is_local` has a flag per entry of the schema;
+/// `divides` says whether the settings shard a parameter.
 pub(super) fn slots(
     schema: &Schema,
     first_clone: &[usize],
@@ -87,8 +87,8 @@ pub(super) fn slots(
     (treated.iter().map(slot).collect(), slot_of)
 }
 
-/// True for parameters whose shape a forward of Burn's takes past `val()`, where a part would be seen: the first layer
-/// of a transformer's feed-forward. Tried with Burn 0.22.1.
+/// True for parameters whose shape a forward of Burn takes without `val()`, so that it would see the shape of a part:
+/// the first layer of a transformer's feed-forward. Tried with Burn 0.22.1.
 fn asks_for_its_shape(path: &str) -> bool {
     path.strip_suffix("linear_inner.weight").is_some_and(|module| module.is_empty() || module.ends_with('.'))
 }

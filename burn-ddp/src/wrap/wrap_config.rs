@@ -9,15 +9,15 @@ use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Schema;
 use crate::{Error, Result};
 
-/// Share of the model that each rank holds.
+/// Part of the model that each rank holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sharding {
-    /// All of it (the default).
+    /// All parameters (the default).
     #[default]
     Off,
-    /// A part of each large parameter, of its gradient and of its optimizer state: what torch calls FSDP, and
-    /// DeepSpeed ZeRO-3.
+    /// A part of each large parameter, of its gradient and of its optimizer state, as in torch's FSDP and DeepSpeed's
+    /// ZeRO-3.
     Parameters,
 }
 
@@ -41,13 +41,14 @@ pub struct WrapConfig {
     /// Micro-batches per step; `None` means 1.
     accumulation: Option<usize>,
     pub(super) reduction: GradientReduction,
-    /// Size limits of buckets; `None`: by the place where gradients are reduced, in host memory or on their device.
+    /// Size limits of buckets; `None` means a default that depends on whether gradients are reduced in host memory or
+    /// on their device.
     first_bucket_cap_bytes: Option<usize>,
     bucket_cap_bytes: Option<usize>,
     pub(super) buffers: BufferPolicy,
     pub(super) replica_check: usize,
     pub(super) exact_replicas: bool,
-    /// `None`: by the engine, the device and the number of cores.
+    /// `None`: the engine, the device and the number of cores decide.
     pub(super) overlap: Option<bool>,
     #[serde(rename = "alone")]
     pub(super) single_rank_reduction: bool,
@@ -90,8 +91,11 @@ impl WrapConfig {
     ///
     /// The other backwards return no gradients: step the optimizer where `GradientsParams::is_empty` is false. With
     /// [`Ddp::loader`](crate::Ddp::loader) the last batch of an epoch reduces, too, so that a remainder of fewer than
-    /// `k` micro-batches is a step of its own; with other loaders
-    /// [`Ddp::sync_gradients`](crate::Ddp::sync_gradients) does so.
+    /// `k` micro-batches is a step of its own; with other loaders call
+    /// [`Ddp::sync_gradients`](crate::Ddp::sync_gradients) at the end of an epoch.
+    ///
+    /// `k` micro-batches cost the communication of one backward, and memory for the sums: one more gradient of each
+    /// parameter, in f32 or f64. ([Sharded](Self::with_sharding) parameters are also gathered in each backward.)
     ///
     /// # Example
     ///
@@ -126,16 +130,17 @@ impl WrapConfig {
         self
     }
 
-    /// Size limit of a bucket: by default 1 MiB, and 25 MiB for gradients that NCCL reduces on their device, as in
-    /// torch (not measured here). Does not change results, except under NCCL.
+    /// Size limit of a bucket, the gradients that travel in one all-reduce: by default 1 MiB, and 25 MiB, as in torch,
+    /// for gradients that NCCL reduces on their device (not measured here). A larger gradient has a bucket of its own.
+    /// The limit does not change results, except under NCCL.
     #[must_use]
     pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.bucket_cap_bytes = Some(bytes);
         self
     }
 
-    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. Small, so that communication starts
-    /// early.
+    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. It is smaller than the others so that
+    /// communication starts early.
     #[must_use]
     pub fn with_first_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.first_bucket_cap_bytes = Some(bytes);
@@ -172,17 +177,20 @@ impl WrapConfig {
     ///
     /// A step compares the parameters that got a gradient from its forward, and the frozen ones that were read. Where
     /// bits differ, the ranks compare how far the parameter has moved since the last comparison. Movements that differ
-    /// by at most 1e-3 of themselves (1e-2 for f16 and bf16) are rounding: training goes on, with a warning the first
-    /// time and a count in [`Stats::rounded`](crate::Stats::rounded). A larger difference, and any in a parameter that
-    /// did not move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the parameter and
-    /// the rank. Of [sharded](Self::with_sharding) parameters each rank has rows that no other one has, so those are
-    /// not compared.
+    /// by at most 1e-3 of their size (1e-2 for f16 and bf16) are rounding: training goes on, with a warning the first
+    /// time and a count in [`Stats::rounded`](crate::Stats::rounded). A larger difference, or any difference in a
+    /// parameter that did not move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the
+    /// parameter and the rank. [Sharded](Self::with_sharding) parameters are not compared, as no two ranks hold the
+    /// same rows.
     ///
-    /// Rounding differs between ranks since Burn need not repeat its bits: on Flex sums over 4 Mi elements and more
-    /// (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. It is not corrected: parameters and
-    /// optimizer state of the ranks stay apart by as much, and each step moves all of them by the same average.
-    /// [`broadcast_parameters`](crate::Collectives::broadcast_parameters) makes them equal again, as does a checkpoint
-    /// that is loaded.
+    /// A comparison reads the parameters from their device, and gathers 8 bytes per parameter from each rank in one
+    /// step; where bits differ, a second step gathers 256 bytes per parameter that differs.
+    ///
+    /// Ranks round differently where Burn does not compute the same bits twice: on Flex in sums over 4 Mi elements and
+    /// more (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. Such differences are not corrected:
+    /// parameters and optimizer state of the ranks stay apart by as much, and each step moves all of them by the same
+    /// average. [`broadcast_parameters`](crate::Collectives::broadcast_parameters) makes them equal again, as does
+    /// loading a checkpoint.
     #[must_use]
     pub fn with_replica_check(mut self, every_steps: usize) -> Self {
         self.replica_check = every_steps;
@@ -190,7 +198,7 @@ impl WrapConfig {
     }
 
     /// If true, one bit that differs between the ranks' parameters is an error, in comparisons of steps, `save` and
-    /// `check_replicas`. By default differences of [rounding](Self::with_replica_check) are not.
+    /// `check_replicas`. By default differences by [rounding](Self::with_replica_check) are accepted.
     #[must_use]
     pub fn with_exact_replicas(mut self, exact: bool) -> Self {
         self.exact_replicas = exact;
@@ -207,32 +215,32 @@ impl WrapConfig {
         self
     }
 
-    /// Reduces gradients in a world of 1 as between ranks, and compares replicas, to measure the cost: there is nothing
-    /// to average. By default gradients stay where they are, in a world of 1.
+    /// In a world of 1, sends gradients through buckets and reductions as between ranks, and compares replicas, to
+    /// measure the cost: there is nothing to average. By default a world of 1 does neither.
     #[must_use]
     pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
         self.single_rank_reduction = reduce;
         self
     }
 
-    /// Leaves parameters and buffers to each rank: they keep this rank's values and gradients, and are neither
-    /// broadcast nor averaged nor compared, as those in torch's `_ddp_params_and_buffers_to_ignore`. They may have
-    /// other shapes on other ranks.
+    /// Makes parameters and buffers *local*: each rank keeps its own values and gradients of them, which are neither
+    /// broadcast nor averaged nor compared, like those in torch's `_ddp_params_and_buffers_to_ignore`. Their shapes may
+    /// differ between ranks.
     ///
-    /// Each name is the path of a parameter or buffer (`"experts.0.weight"`) or of a module, which means all that it
-    /// holds (`"experts"`); `*` stands for any text (`"experts.*.bias"`). Names add up over several calls. A name that
-    /// the model does not have is an error of `wrap`, which proposes the closest ones.
+    /// Each name is the path of a parameter or buffer (`"experts.0.weight"`) or of a module, which stands for all that
+    /// it holds (`"experts"`); `*` stands for any text (`"experts.*.bias"`). Names add up over several calls. A name
+    /// that the model does not have is an error of `wrap`, which proposes the closest ones.
     ///
-    /// `save` and checkpoints write rank 0's values and optimizer state of them, with a warning the first time: a
-    /// resumed run has those on **every** rank. The other ranks save their own by hand, such as
-    /// `model.experts.valid().save_file(path)` with a path of the rank, and load them after the checkpoint and before
-    /// `wrap`.
+    /// `save` and checkpoints write rank 0's values and optimizer state of local parameters, with a warning the first
+    /// time: a resumed run has those on **every** rank. To keep the values of the other ranks, each rank saves its own,
+    /// for example by `model.experts.valid().save_file(path)` with another path on each rank, and loads them after the
+    /// checkpoint and before `wrap`.
     ///
-    /// Their gradients are those of this rank's backward alone: a batch of weight 0 (an empty share of a step,
-    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items)) trains them in full. Every backward returns them, so
-    /// [`with_accumulation`](Self::with_accumulation) of more than 1 and [`Ddp::no_sync`](crate::Ddp::no_sync) are
-    /// errors, unless no local parameter is trained. The norm of all gradients differs between ranks: clip local ones
-    /// apart from the others.
+    /// Gradients of local parameters come from this rank's backward alone: a batch of weight 0 (an empty share of a
+    /// step, [`Ddp::set_batch_items`](crate::Ddp::set_batch_items)) trains these parameters in full. Every backward
+    /// returns these gradients, so [`with_accumulation`](Self::with_accumulation) of more than 1 and
+    /// [`Ddp::no_sync`](crate::Ddp::no_sync) are errors, unless no local parameter is trained. The norm over all
+    /// gradients differs between ranks: clip local gradients apart from the others.
     ///
     /// ```
     /// # use burn::nn::{Linear, LinearConfig};
@@ -258,8 +266,8 @@ impl WrapConfig {
     }
 
     /// [`with_local_parameters`](Self::with_local_parameters) of those paths of `model` for which `is_local` returns
-    /// true. It must return the same on every rank for paths that several ranks have; a rank may have more of them than
-    /// another, such as experts.
+    /// true. For a path that several ranks have, `is_local` must return the same on each of them. Local paths (experts)
+    /// may exist on some ranks only.
     ///
     /// ```
     /// # use burn::{nn::LinearConfig, tensor::Device};
@@ -278,42 +286,47 @@ impl WrapConfig {
         Ok(self.with_local_parameters(schema.paths().into_iter().filter(|path| is_local(path))))
     }
 
-    /// Divides large parameters between the ranks: each holds a part of their values, gradients and optimizer state.
-    /// Off by default.
+    /// Divides large parameters between the ranks: each rank holds a part of their values, gradients and optimizer
+    /// state. Off by default.
     ///
-    /// Sharded are parameters, trained and frozen, with two dimensions or more, at least as many rows in the first one
+    /// A parameter, trained or frozen, is sharded if it has two dimensions or more, at least as many rows (dimension 0)
     /// as there are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds
-    /// some of the rows. The others stay whole, as do clones of one `Param` (Burn's optimizers step only the first),
-    /// bases under LoRA (Burn keeps one reparameterization per parameter), and parameters named `linear_inner.weight`,
-    /// a third of a block of Burn's transformers, whose shape Burn reads without a read of the value. In a world of 1
-    /// the part is the whole, and everything that several ranks are refused is refused there, too.
+    /// some of the rows. Other parameters stay whole, as do clones of one `Param` (Burn's optimizers step only the
+    /// first), bases under LoRA (Burn keeps one reparameterization per parameter), and parameters named
+    /// `linear_inner.weight` (a third of a block of Burn's transformers), whose shape Burn takes without reading the
+    /// value. In a world of 1 the part is the whole, and what is refused on several ranks is refused there, too.
     ///
-    /// Make the model and its inputs on `device.autodiff().gradient_checkpointing()`: Burn's `Linear` reshapes its
-    /// weight for some inputs of three dimensions or more, and keeps it whole until backward on other devices.
+    /// Make the model and its inputs on `device.autodiff().gradient_checkpointing()`: on other devices Burn's `Linear`,
+    /// which reshapes its weight for some inputs of three dimensions or more, keeps it whole until backward.
     ///
-    /// A read gathers the whole from all ranks, and again in backward where a layer needs it; it is not kept in
-    /// between, with two exceptions. A parameter that a step reads several times (a recurrent layer, tied weights) is
-    /// gathered once and kept until the backward ends, up to 64 MiB of such parameters or the largest one. A frozen
-    /// layer over trained ones keeps its whole weight until its backward, because Burn recomputes tracked values alone.
+    /// A read gathers the whole parameter from all ranks; backward gathers it again where a layer needs it. It is not
+    /// kept in between, with two exceptions. A parameter that a step reads several times (a recurrent layer, tied
+    /// weights) is gathered once and kept until the backward ends, up to 64 MiB of such parameters or the largest one.
+    /// A frozen layer over trained ones keeps its whole weight until its backward, because Burn recomputes tracked
+    /// values alone.
+    ///
+    /// Each gather, and the reduction of each gradient, is one step in which a rank sends about `(n - 1) b / n` bytes
+    /// for a parameter of `b` bytes on `n` ranks. A step of `k` micro-batches sends `(2 k + 1) / 2` times the bytes of
+    /// averaging.
     ///
     /// Every rank must read the same parameters in the same order, **also in evaluation**: a rank that skips a layer
     /// or evaluates alone is an error on all ranks. Forwards wait for the other ranks.
-    /// Copies of the model (an EMA) are changed in the same order, too; one that a rank changed alone is an error when
-    /// it is read, saved or hashed next. [`Ddp::optimizer`](crate::Ddp::optimizer) must see each optimizer once before
-    /// training.
+    /// All ranks must also change copies of the model (an EMA) in the same order; a copy that one rank alone has
+    /// changed is an error when it is next read, saved or hashed. Pass each optimizer through
+    /// [`Ddp::optimizer`](crate::Ddp::optimizer) before training.
     ///
     /// [`Ddp::save`](crate::Ddp::save), [checkpoints](crate::checkpoint), [`param_hash`](crate::param_hash) and
-    /// [`Ddp::unwrap`](crate::Ddp::unwrap) mean whole parameters, and are collective: each rank calls them. The whole
-    /// model is in memory once on each rank in `wrap` and `unwrap`; files and hashes gather one parameter at a time.
-    /// Checkpoints load before or after `wrap`, on any number of ranks; Burn's own files before. Norms of
-    /// gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too. Refused are
+    /// [`Ddp::unwrap`](crate::Ddp::unwrap) work on whole parameters, so they are collective: each rank calls them.
+    /// `wrap` and `unwrap` hold the whole model once in the memory of each rank; files and hashes gather one parameter
+    /// at a time. Checkpoints load before or after `wrap`, on any number of ranks; Burn's own files load before it.
+    /// Norms of gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too.
     /// [`Ddp::join`](crate::Ddp::join) and
-    /// [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state).
+    /// [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state) refuse such a model.
     ///
     /// # Panics
     ///
-    /// A forward panics if a gather fails; Burn's `into_record` and `save_file` of such a model do, too, as they would
-    /// save parts.
+    /// A forward panics if a gather fails. Burn's `into_record` and `save_file` panic for such a model, as they would
+    /// save this rank's rows only.
     ///
     /// # Example
     ///
@@ -338,7 +351,7 @@ impl WrapConfig {
     }
 
     /// Least number of elements of a parameter that [`with_sharding`](Self::with_sharding) divides: 16384 by default.
-    /// Smaller ones cost less memory than the time to gather them.
+    /// For smaller parameters the memory that sharding saves is not worth the time of the gathers.
     #[must_use]
     pub fn with_sharding_above(mut self, elements: usize) -> Self {
         self.sharding_above = elements;

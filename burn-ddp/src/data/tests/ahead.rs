@@ -1,4 +1,4 @@
-//! Loading while the loop has a batch: by default of all loaders but streams.
+//! Loading ahead while the loop uses a batch: the default of all loaders except streams.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::telemetry::test_event_capture::Listener;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Items that count their reads, with access at random and from front to back.
+/// Items that count their reads, as a dataset and as a stream.
 #[derive(Clone, Default)]
 struct Counted(Arc<AtomicUsize>);
 
@@ -26,7 +26,7 @@ impl Counted {
         item
     }
 
-    /// True once `reached` is; false if it is not for a long time.
+    /// Waits until `reached` is true; false if that takes too long.
     fn comes(&self, reached: impl Fn(&Self) -> bool) -> bool {
         let begin = Instant::now();
         while !reached(self) && begin.elapsed() < DEADLINE {
@@ -95,7 +95,7 @@ fn loaders_read_ahead_of_the_loop_within_a_bound() {
         let all = one_batch_of_each_loader(&ddp, Some(1), ahead)?;
         let reads = all.each_ref().map(Counted::reads);
         assert!(reads[0] <= 5 && reads[1] <= 5 && reads[2] <= 6, "{reads:?}");
-        // By default all but streams do so.
+        // By default all loaders except streams do so.
         let nth = Cell::new(0);
         let of_datasets = |items: &Counted| {
             if nth.replace(nth.get() + 1) < 2 {
@@ -121,7 +121,7 @@ fn without_a_worker_a_batch_is_read_when_it_is_asked_for() {
 fn a_pass_and_a_loader_that_are_dropped_early_leave_no_thread() {
     spawn(1, |ddp| {
         for items in one_batch_of_each_loader(&ddp, None, |_| ())? {
-            // Workers own the source: once all have ended, so has its last clone.
+            // Workers own the source, so its last clone is dropped when all workers have ended.
             assert!(items.comes(|items| Arc::strong_count(&items.0) == 1), "a worker is still there");
         }
         Ok(())
@@ -154,7 +154,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_the_error_of_its_batch() {
     });
 }
 
-/// Items that take a while.
+/// Items that take some time to load.
 struct Slow(Duration);
 
 impl Dataset<usize> for Slow {

@@ -1,4 +1,4 @@
-//! The device on which batches are made unless the program says one.
+//! The default device of batches, if the program sets none.
 
 use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::tensor::Tensor;
@@ -46,7 +46,7 @@ fn batches_follow_the_wrapped_model() {
         let device = ddp.device()?.autodiff().gradient_checkpointing();
         let _model: BatchNorm = ddp.wrap(BatchNormConfig::new(1).init(&device))?;
         let x = ddp.loader(Column).build(numbers(2))?.iter().next().unwrap()?;
-        // Devices are equal with and without checkpointing, so compare what they say.
+        // Devices are equal with and without checkpointing, so compare their texts.
         assert_eq!(format!("{:?}", x.device()), format!("{device:?}"));
         Ok(())
     });

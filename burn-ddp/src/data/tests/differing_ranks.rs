@@ -11,7 +11,7 @@ use super::*;
 use crate::Result;
 use crate::data::{DataError, ShardedLoader};
 
-/// One epoch with a collective per step, as training has; true if it ran to its end.
+/// One epoch with a collective per step, like a training; true if it ran to its end.
 fn train(
     ddp: &Ddp,
     train: &ShardedLoader<Vec<usize>>,
@@ -61,7 +61,7 @@ fn all_ranks_may_leave_at_the_same_step_and_read_on() {
         assert!(train(&ddp, &loader, 0, |_| false)?);
         assert!(!train(&ddp, &loader, 0, |step| step == 1)?);
         assert!(train(&ddp, &loader, 0, |_| false)?);
-        // Unread on all ranks.
+        // An epoch that no rank reads.
         drop(loader.iter());
         Ok(ddp.barrier()?)
     });
@@ -133,7 +133,7 @@ fn an_error_in_the_loop_of_one_rank_is_every_ranks_cause() {
             };
             let outcome = run();
             if ddp.rank() == culprit {
-                // What a program does before it returns the error.
+                // A program may do this before it returns the error.
                 std::thread::sleep(Duration::from_millis(50));
                 return outcome;
             }

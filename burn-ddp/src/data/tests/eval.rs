@@ -1,4 +1,4 @@
-//! What the evaluation loader reads.
+//! The batches of the evaluation loader.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn it_leaves_weights_and_peers_alone() {
         let test = ddp.eval_loader(Keep).batch_size(2).num_workers(1).build(numbers(50))?;
         for batch in train.iter() {
             let batch = batch?;
-            // One rank looks at less of it than the other.
+            // One rank reads fewer batches than the other.
             assert_eq!(test.iter().take(1 + ddp.rank()).count(), 1 + ddp.rank());
             assert_eq!(ddp.state().batch_weight.take()?.items, batch.len() as f64);
             ddp.barrier()?;

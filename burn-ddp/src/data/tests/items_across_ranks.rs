@@ -1,4 +1,4 @@
-//! Datasets that draw at random: other items on each rank, or the same on all.
+//! Datasets that draw at random: different items on each rank, or the same items on all ranks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 use super::*;
 use crate::telemetry::test_event_capture::Listener;
 
-/// Items drawn from a generator of the dataset's own: item by item, whatever the index.
+/// A dataset that draws each item from its own generator, whatever the index.
 struct Drawn(AtomicUsize);
 
 impl Dataset<usize> for Drawn {

@@ -18,7 +18,7 @@ use burn::tensor::Device;
 
 use crate::{Ddp, WorldOptions};
 
-/// Items are batched as they are.
+/// A batch is the list of its items.
 struct Keep;
 
 impl Batcher<usize, Vec<usize>> for Keep {
@@ -31,7 +31,7 @@ fn numbers(n: usize) -> InMemDataset<usize> {
     InMemDataset::new((0..n).collect())
 }
 
-/// The items are their indices, but for one that cannot be read.
+/// A dataset whose items are their indices, except one that cannot be read.
 struct Flaky {
     len: usize,
     bad: Option<usize>,

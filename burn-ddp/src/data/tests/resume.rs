@@ -1,4 +1,4 @@
-//! Runs that are interrupted and go on, in other worlds and with other batches.
+//! Runs that are interrupted and resumed, in worlds of other sizes and with other batch sizes.
 
 use burn::data::dataloader::DataLoader;
 use burn::nn::{Linear, LinearConfig};
@@ -9,7 +9,7 @@ use super::*;
 use crate::data::{Position, ShardedLoader, permutation};
 use crate::{GradientReduction, WrapConfig};
 
-/// A run of a job: what all ranks do alike until they stop.
+/// A run of a job, the same on all ranks, until it stops.
 #[derive(Debug, Clone)]
 struct Run {
     world: usize,
@@ -19,7 +19,7 @@ struct Run {
     workers: usize,
 }
 
-/// A step of one rank: the epoch, what it read, and what that counts.
+/// A step of one rank: the epoch, the items that it read, and their weight.
 type Read = (usize, Vec<usize>, f64);
 
 const ALL: Run = Run { world: 1, extra: 0, steps: usize::MAX, workers: 0 };
@@ -62,7 +62,7 @@ fn run(
     (read, positions[0])
 }
 
-/// What all ranks of a run read with a weight, in order; checks what is true of every step.
+/// The items that all ranks of a run read with a weight, in order. Checks the invariants of every step.
 fn counted(run: &Run, read: &[Vec<Read>]) -> Vec<(usize, usize)> {
     let mut counted = Vec::new();
     for step in 0..read[0].len() {
@@ -105,7 +105,7 @@ proptest! {
         for this in runs.iter().chain([&ALL]) {
             let (of_run, at) = run(this, items, seed, EPOCHS, position);
             read.extend(counted(this, &of_run));
-            // As a checkpoint holds it.
+            // In the form that a checkpoint holds.
             position = serde_json::from_str(&serde_json::to_string(&at).unwrap()).unwrap();
             prop_assert_eq!(at.epoch() * items + at.consumed(), read.len());
         }
@@ -194,7 +194,7 @@ fn a_position_counts_what_was_handed_out() {
         train.set_epoch(7);
         assert_eq!(at(), (7, 0));
 
-        // Back to where it was, in one process.
+        // Back to the earlier position, in the same process.
         let back = Position::new(1, 4, 10, None);
         train.resume(&back)?;
         epoch.next().unwrap()?;

@@ -1,4 +1,4 @@
-//! What the training loader reads.
+//! The batches of the training loader.
 
 use std::sync::Arc;
 
@@ -303,7 +303,7 @@ fn slices_are_loaders_of_their_own() {
 
 #[test]
 fn batches_are_made_on_the_device_that_was_set() {
-    /// Devices are equal with and without autodiff, so compare what they say.
+    /// Devices are equal with and without autodiff, so compare their texts.
     struct Where;
     impl Batcher<usize, String> for Where {
         fn batch(&self, _: Vec<usize>, device: &Device) -> String {

@@ -63,7 +63,7 @@ impl std::fmt::Debug for Pins {
 struct Run {
     input: BufferBinding,
     output: BufferBinding,
-    /// Memory for the output that is still to be got, and its size.
+    /// Memory of the output and its size, if it must still be allocated.
     fresh: Option<(ManagedMemoryHandle, u64)>,
     len_elems: usize,
     len_bytes: usize,
@@ -76,9 +76,9 @@ struct CudaLoan {
     answer: Receiver<Answer>,
     place: Option<DeviceReduce>,
     pins: Pins,
-    /// Those that hold the averages.
+    /// Tensors that hold the averages.
     outputs: Vec<CubeTensor>,
-    /// The stream on which they are used.
+    /// The stream on which the averages are used.
     home: StreamId,
     device: DeviceId,
     len_elems: usize,

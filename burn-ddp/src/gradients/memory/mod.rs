@@ -27,8 +27,8 @@ pub type HostCopy = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, Stri
 
 /// Access of engines to a backend's memory.
 ///
-/// Engines between hosts use the methods that read and write; as they are here, these work for every backend, copy, and
-/// wait for the device. Engines on devices use [`lend`](Self::lend).
+/// Engines between hosts use the methods that read and write; their default implementations work for every backend, but
+/// copy, and wait for the device. Engines on devices use [`lend`](Self::lend).
 pub trait GradientMemory: Backend {
     /// True if the device goes on computing after an operation has returned, so that reading means waiting: gradients
     /// are then read by [`begin_read`](Self::begin_read).

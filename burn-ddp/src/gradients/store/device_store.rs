@@ -1,5 +1,5 @@
-//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there. In a world
-//! of 1 nothing is lent: the sums are the averages.
+//! Gradients that never leave their device: they are summed there, and lent to the group's engine, which reduces them
+//! there. In a world of 1 nothing is lent: the sums are the averages.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(super) struct DeviceStore<B: GradientMemory> {
     lends: bool,
     /// Gradients of the running step, until they are lent.
     gradients: Vec<Option<Gradient<B>>>,
-    /// Averages of the step that ends.
+    /// Averages of the step being finished.
     averages: Vec<Option<FloatTensor<B>>>,
 }
 
@@ -149,7 +149,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         for &slot in &bucket.slots {
             tensors.push(self.gradients[slot].take().map_or_else(|| self.zeros(slot), own));
         }
-        B::lend(tensors).map(Some).map_err(|e| format!("gradients on their device: {e}"))
+        B::lend(tensors).map(Some).map_err(|e| format!("gradients were not lent on their device: {e}"))
     }
 
     fn take_back(
@@ -164,13 +164,13 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
             return Ok(());
         }
         let averages = match loan {
-            Some(loan) => B::take_back(loan).map_err(|e| format!("gradients on their device: {e}"))?,
+            Some(loan) => B::take_back(loan).map_err(|e| format!("averages did not come back on their device: {e}"))?,
             // None of them has elements.
             None => bucket.slots.iter().map(|&slot| self.zeros(slot)).collect(),
         };
         let (got, expected) = (averages.len(), bucket.slots.len());
         if got != expected {
-            return Err(format!("gradients on their device: {got} averages of {expected}"));
+            return Err(format!("the device returned {got} averages instead of {expected}"));
         }
         for (&slot, average) in bucket.slots.iter().zip(averages).filter(|(slot, _)| present[**slot]) {
             self.averages[slot] = Some(average);

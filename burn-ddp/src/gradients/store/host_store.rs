@@ -117,7 +117,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         }
         match (contribution, place) {
             (Contribution::Ignored, _) => {}
-            // Now the gradient is in the processor's cache, and its memory is free for the next one.
+            // Copied at once, while the gradient is in the processor's cache; its memory is then free for the next one.
             (Contribution::Whole, Some(place)) => {
                 B::with_bytes(gradient, |_, bytes| place.copy_from_slice(bytes))
                     .map_err(|e| self.unreadable(slot, &e))?;

@@ -1,8 +1,8 @@
-//! Wholes of parameters that a step reads several times, as recurrent layers and tied weights do: gathered once, and
-//! held until the backward ends.
+//! Cache of whole parameters that a step reads several times, as recurrent layers and tied weights do: gathered once,
+//! and held until the backward ends.
 //!
-//! All ranks read the same values in the same order, so what one of them holds, all do. They compare their numbers of
-//! reads, of which some are no calls, before the first reduction of a backward. Evaluation reads past what is held.
+//! All ranks read the same values in the same order, so all hold the same. A read of a held value is no collective, so
+//! the ranks compare their numbers of reads before the first reduction of a backward. Evaluation bypasses the cache.
 
 use std::any::Any;
 
@@ -76,7 +76,7 @@ impl GatherCache {
         }
     }
 
-    /// Lets everything go when a backward has ended, and notes which slots were read several times.
+    /// Drops all held values when a backward has ended, and notes which slots were read several times.
     pub(super) fn end_backward(&mut self) {
         for reads in &mut self.slots {
             reads.repeated = reads.forward > 1 || reads.backward > 1;
@@ -84,7 +84,7 @@ impl GatherCache {
         self.forget();
     }
 
-    /// Lets everything go, and counts reads anew.
+    /// Drops all held values, and counts reads anew.
     pub(super) fn forget(&mut self) {
         for slot in 0..self.slots.len() {
             self.drop_held(slot);

@@ -55,7 +55,7 @@ impl Part {
         }
         let path = &self.0.model.slots[self.0.slot].path;
         Err(Error::invalid(format!(
-            "this rank's part of {path} is {dims:?}, and not {expected:?} as `wrap` left it: it was replaced"
+            "this rank's part of {path} has shape {dims:?}, but `wrap` gave it {expected:?}: the parameter was replaced"
         )))
     }
 
@@ -68,7 +68,7 @@ impl Part {
     /// *Collective*.
     pub(crate) fn gather(&self, element_bytes: usize, own: &[u8]) -> Result<Bytes> {
         let Some(shards) = self.shards() else { return Ok(Bytes::from_bytes_vec(own.to_vec())) };
-        // Of that size: bits are moved, and not computed with.
+        // Any dtype of that size: the bits are moved, and not computed with.
         let dtype = match element_bytes {
             8 => DType::F64,
             4 => DType::F32,

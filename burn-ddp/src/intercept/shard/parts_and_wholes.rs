@@ -35,7 +35,7 @@ fn is_sharded<M: Module>(model: &M) -> bool {
     find(model).iter().any(|wrapped| wrapped.shards().is_some())
 }
 
-/// Ends the waits of the other ranks for this one's parts of `model`, if it has some, with an error of this rank.
+/// Ends the waits of the other ranks for this rank's parts of `model`, if it has some, with an error of this rank.
 pub(crate) fn tell_peers_of_parts<M: Module>(model: &M, error: &Error) {
     find(model).iter().filter(|wrapped| wrapped.shards().is_some()).for_each(|wrapped| tell_peers(&wrapped.ddp, error));
 }
@@ -44,11 +44,11 @@ pub(crate) fn tell_peers_of_parts<M: Module>(model: &M, error: &Error) {
 pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) -> Result<()> {
     match is_sharded(model) {
         false => Ok(()),
-        true => Err(Error::invalid(format!("{what} with sharded parameters in the model: {instead}"))),
+        true => Err(Error::invalid(format!("{what} with sharded parameters in the model is not possible: {instead}"))),
     }
 }
 
-/// Refuses a model with this rank's part of a parameter whose tap is gone, and which looks like a whole one.
+/// Refuses a model with a parameter whose tap is gone and which is this rank's part: it would pass for a whole one.
 pub(crate) fn refuse_parts_without_tap<M: Module>(model: &M) -> Result<()> {
     struct Find(Option<String>);
     impl AtTap for Find {

@@ -22,7 +22,7 @@ pub(crate) enum Purpose {
     Evaluation,
     /// Gathers in backward what the n-th read gathered.
     Backward(usize),
-    /// Agrees on which gradients there are, before the first one of a backward that reduces, after so many reads.
+    /// Agrees on which gradients there are, before the first reduction of a backward, and after so many reads.
     Agreement(usize),
     /// Reduces a gradient.
     Gradient,
@@ -160,8 +160,8 @@ impl ShardGroup {
         self.gather_as((self.rows(slot), self.slots[slot].dtype), slot, value_id, part, purpose)
     }
 
-    /// [`gather`](Self::gather) of values that are divided and stored as said, and belong to the slot: the state of an
-    /// optimizer. *Collective*.
+    /// [`gather`](Self::gather) of other values of the slot (the state of an optimizer), with this division and dtype.
+    /// *Collective*.
     pub(super) fn gather_as(
         &self,
         (division, dtype): (RowDivision, DType),
@@ -174,7 +174,7 @@ impl ShardGroup {
         if part.len() != expected {
             let path = &self.slots[slot].path;
             return Err(self.fault(format!(
-                "this rank's part of {path} has {} bytes, and not the {expected} that `wrap` left it: it was replaced, \
+                "this rank's part of {path} has {} bytes, but `wrap` gave it {expected}: the parameter was replaced, \
                 or another optimizer's state was applied to it",
                 part.len()
             )));
@@ -192,8 +192,8 @@ impl ShardGroup {
     ///
     /// # Errors
     ///
-    /// On every rank, if ranks have read parameters in different numbers since the last agreement: reads of what is
-    /// held are not calls, and so not compared by themselves.
+    /// On every rank, if the ranks have read different numbers of parameters since the last agreement: reads of held
+    /// values are no collectives, so nothing else compares them.
     pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
         let mut all = vec![0; own.len() * self.group.world_size()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
@@ -210,15 +210,15 @@ impl ShardGroup {
         Ok(all)
     }
 
-    /// The error of a mean without weights, the same on all ranks. *Collective*.
+    /// Fails like a mean in which all weights are 0, alike on all ranks. *Collective*.
     pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
         let refused =
             self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement(0).tag(1, 0));
         refused.map_err(|e| self.explain(e))
     }
 
-    /// This rank's rows of the reduction of `whole`: of the mean by `weights`, which are those of all ranks, or of the
-    /// sum. *Collective*.
+    /// Reduces `whole` over the ranks, to the mean by `weights` (one for each rank) or, without them, to the sum.
+    /// Returns this rank's rows. *Collective*.
     pub(super) fn reduce(&self, slot: usize, whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
         self.meter.reduced(whole.len());
@@ -265,8 +265,8 @@ impl ShardGroup {
     }
 }
 
-/// `len_bytes` bytes, of which `fill` says how many are used, with the alignment of elements of `elem_bytes`: Burn
-/// would copy bytes of a `Vec<u8>`.
+/// `len_bytes` bytes that `fill` writes; it returns how many of them are used. They are aligned for elements of
+/// `elem_bytes`, as Burn would copy the bytes of a `Vec<u8>`.
 fn filled(elem_bytes: usize, len_bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
     fn of<E: bytemuck::Pod + Send + Sync>(len: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
         let mut elems = vec![E::zeroed(); len / size_of::<E>()];

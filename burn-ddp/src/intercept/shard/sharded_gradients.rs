@@ -1,8 +1,8 @@
 //! Gradients of sharded parameters: summed over reads and micro-batches, then reduced to the average of a part.
 //!
-//! Each reduction is a call of its own, so all ranks must make the same ones in the same order. What one rank sees does
-//! not decide: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on other
-//! threads. Before the first reduction of a backward the ranks agree, once, on the reads to wait for and on the
+//! Each reduction is a collective of its own, so all ranks must make the same ones in the same order. A rank cannot
+//! know them alone: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on
+//! other threads. Before the first reduction of a backward the ranks agree, once, on the reads to wait for and on the
 //! parameters that have a gradient.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +29,7 @@ struct Agreement {
     weights: Option<Vec<f64>>,
     /// True if this backward adds to the gradients of some rank: those of weight 0 do not.
     contributes: bool,
-    /// Reads of each slot whose hooks may run in this backward: most of any rank.
+    /// Reads of each slot whose hooks may run in this backward: the largest number of any rank.
     reads: Vec<i64>,
     /// True for each slot of which some rank holds a sum of earlier micro-batches.
     held: Vec<bool>,
@@ -82,8 +82,8 @@ impl<B: GradientMemory> ShardedGradients<B> {
         Ok(())
     }
 
-    /// Counts a hook of a slot. Returns true if no other one of this backward follows, on any rank; a backward that
-    /// does not reduce leaves that open.
+    /// Counts a hook of a slot. Returns true if no other hook of the slot follows in this backward, on any rank; false
+    /// before the ranks have agreed, as in a backward that does not reduce.
     pub(in crate::intercept) fn is_last_hook(&mut self, slot: usize) -> bool {
         self.slots[slot].hooks += 1;
         self.agreement.as_ref().is_some_and(|agreed| self.slots[slot].hooks >= agreed.reads[slot])

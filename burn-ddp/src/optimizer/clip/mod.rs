@@ -1,7 +1,7 @@
 //! Clipping of gradients, after they were averaged.
 //!
 //! The gradients of a wrapped model are the same bits on all ranks when `backward` returns, so ranks clip alike without
-//! a word.
+//! communication.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,10 +16,10 @@ use crate::{Error, Result, intercept};
 /// `clip_grad_norm_`; returns them and the norm that they had.
 ///
 /// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model
-/// are equal on all ranks, and what this computes from them is, too. With
-/// [sharded](crate::WrapConfig::with_sharding) parameters it is *collective*: every rank calls it, and a number per
-/// parameter is exchanged; the norm is that of unsharded training to rounding in f64. Burn's
-/// `GradientClippingConfig::Norm` is something else: it looks at the norm of each parameter alone.
+/// are equal on all ranks, and so is their norm. With [sharded](crate::WrapConfig::with_sharding) parameters it is
+/// *collective*: every rank calls it, and one step gathers 8 bytes per sharded parameter from each rank; the norm is
+/// that of unsharded training to rounding in f64. Burn's `GradientClippingConfig::Norm` is something else: it limits
+/// the norm of each parameter's gradient alone.
 ///
 /// Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1, and otherwise left as they are. The norm
 /// is accumulated in f64, in one order.
@@ -27,8 +27,8 @@ use crate::{Error, Result, intercept};
 /// # Errors
 ///
 /// [`Error::Invalid`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's
-/// `error_if_nonfinite=True`): it names the first parameter to blame. Look at [`grad_norm`] first where that is to be
-/// expected, as with loss scaling. All ranks see the same error, and the job can go on. [`Error::Sharding`] or
+/// `error_if_nonfinite=True`): it names the first parameter to blame. Check [`grad_norm`] first where that may happen,
+/// as with loss scaling. All ranks see the same error, and the job can go on. [`Error::Sharding`] or
 /// [`Error::Comm`] as [`grad_norm`].
 ///
 /// # Example
@@ -75,8 +75,8 @@ pub fn clip_grad_norm<M: Module>(
 /// The 2-norm of all gradients of `model` together, as torch's `get_total_norm`; infinite or NaN if an element is.
 ///
 /// The same on all ranks of a wrapped model. Not collective, unless the model has
-/// [sharded](crate::WrapConfig::with_sharding) parameters: then every rank calls it. Parameters without a gradient
-/// count as nothing.
+/// [sharded](crate::WrapConfig::with_sharding) parameters: then every rank calls it, and one step gathers 8 bytes per
+/// sharded parameter from each rank. Parameters without a gradient count as 0.
 ///
 /// # Errors
 ///
@@ -178,7 +178,7 @@ fn each<M: Module, E: Edit>(grads: &mut GradientsParams, model: &M, edit: E) {
             }
         }
     }
-    // Past the taps: what waits there for the optimizer is in `grads` already, under the parameter's id.
+    // Without the taps: averages that wait there for an optimizer are in `grads` already, under the parameter's id.
     intercept::bypass(|| model.visit(&mut Each { grads, seen: HashSet::new(), edit }));
 }
 
@@ -217,14 +217,14 @@ impl Norms {
         }
         let mut read = Read { grads, seen: HashSet::new(), path: Vec::new(), norms: Ok(Norms(Vec::new())) };
         intercept::bypass(|| model.visit(&mut read));
-        // Where there are parts the other ranks wait in the exchange.
+        // If there are sharded parameters, the other ranks wait in the exchange.
         let mut norms = read.norms.inspect_err(|e| intercept::tell_peers_of_parts(model, e))?;
         norms.sum_over_parts(model)?;
         Ok(norms)
     }
 
-    /// Adds what the other ranks have of sharded parameters, each of which has a gradient on all ranks or on none.
-    /// *Collective* if there are some.
+    /// Adds the sums of the other ranks for sharded parameters, each of which has a gradient on all ranks or on none.
+    /// *Collective* if there are sharded parameters.
     fn sum_over_parts<M: Module>(&mut self, model: &M) -> Result<()> {
         let parameters = intercept::sharded_parameters(model);
         let of_path: HashMap<&str, usize> =
@@ -260,7 +260,7 @@ fn wide(data: TensorData) -> Result<Vec<f64>, burn::tensor::DataError> {
     data.try_into_vec_as::<f64>()
 }
 
-/// In eight sums side by side, which a processor can do at once.
+/// Adds in eight independent sums, which a processor can compute at once.
 fn sum_of_squares<T: Copy>(x: &[T], wide: impl Fn(T) -> f64) -> f64 {
     let mut sums = [0.0; 8];
     let (rows, rest) = x.as_chunks::<8>();
