@@ -16,7 +16,7 @@ directory = pathlib.Path(sys.argv[1])
 for name in "plain", "sharded":
     path = directory / f"{name}.safetensors"
     found = load_file(path)
-    # As the Rust test fills them.
+    # The values that the Rust test writes.
     expected = {
         "linear.weight": numpy.arange(12, dtype=numpy.float32).reshape(4, 3) / 2,
         "linear.bias": numpy.arange(3, dtype=numpy.float32) / 2,

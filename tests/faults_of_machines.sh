@@ -1,6 +1,7 @@
 #!/bin/bash
 # Faults of machines and of the network between them: lossy and slow wires, firewalls, names, clocks, full disks, few processes.
-# No job hangs, the culprit is named, the cause too. A line per case; what this machine does not allow is skipped, aloud.
+# No job hangs, and its error names the faulty rank or machine and the cause. Prints a line per case, also for cases that are skipped
+# because this machine does not allow them.
 # Usage: faults_of_machines.sh [PROGRAM [BURNRUN]]; needs root. PROGRAM takes the flags of burn-ddp/comm/examples/hello.rs.
 . "$(dirname "$0")/launchers/common.sh"
 find_burnrun "${2:-}"
@@ -12,7 +13,7 @@ skipped() { printf 'skipped: %s\n' "$1"; }
 dir=/tmp/$pair
 long="--steps 3000 --pause 10"
 
-# on MACHINE COMMAND…: in its network, without its names.
+# on MACHINE COMMAND…: runs a command in the network of a machine, but without its host names.
 on() { ip netns exec "$pair-$1" "${@:2}"; }
 # Firewalls: each machine has its own.
 firewall() { on "$1" iptables -w "${@:2}"; }
@@ -35,7 +36,7 @@ if command -v iptables >/dev/null && loses 0.01 2>/dev/null; then
     no_rank_is_left
     no_firewall
 
-    # From the fault on, packets of the job neither come nor are refused. Rank 0's machine is not the one that is cut off.
+    # Drops all packets to the second machine without an answer. Rank 0 runs on the first one.
     cut_off() { firewall 2 -A INPUT -i "$pair-2" -p tcp -j DROP; }
     after 3 cut_off
     job "a firewall that swallows everything from now on" "$two" --peer-timeout 5 "$hello" $long
@@ -49,7 +50,7 @@ if command -v iptables >/dev/null && loses 0.01 2>/dev/null; then
     no_rank_is_left
     no_firewall
 
-    # Forgets connections that were idle for 4 seconds, and swallows what comes for them later.
+    # Firewalls that forget connections after 4 idle seconds and drop their later packets.
     forgets() {
         for m in 1 2; do
             on $m sysctl -q -w net.netfilter.nf_conntrack_tcp_timeout_established=4 net.netfilter.nf_conntrack_tcp_loose=0
@@ -64,7 +65,7 @@ if command -v iptables >/dev/null && loses 0.01 2>/dev/null; then
         BURN_DDP_TIMEOUT=8 job "a firewall that forgets idle connections sooner than probes come" \
             "$two" --peer-timeout 60 "$hello" --steps 2 --pause 6000
         failed
-        # The first error ends the world, so not every wait is told. That of ranks 0 and 2, or the data that it waits for, is.
+        # The first error ends the world, so the output shows only some waits. One between ranks 0 and 2 is always among them.
         across='rank 0 (had )?waited 8(\.0)? s for ranks? ([0-9, and]*)2|rank 2 (had )?waited 8(\.0)? s for ranks? 0'
         across="$across|data from rank 0 do not reach rank 2|data from rank 2 do not reach rank 0"
         printf '%s\n' "$out" | grep -Eq "$across" || wrong "no wait across the firewalls is named"
@@ -79,7 +80,7 @@ else
     skipped "lossy networks and firewalls need iptables"
 fi
 
-# Wires of their own, which take 100 ms each way.
+# Wires between the machines that delay each packet by 100 ms each way.
 if [ -c /dev/net/tun ] && command -v python3 >/dev/null; then
     python3 "$here/launchers/slow_wire.py" "$pair-t1" "$pair-t2" 100 >"$dir/wire" &
     wire=$!

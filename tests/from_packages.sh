@@ -1,7 +1,7 @@
 #!/bin/bash
 # A newcomer's first hour with the packages that `cargo publish` would upload: burnrun installed, and in an empty folder a program
 # with the quickstart's manifest and the README's loop, which trains alone and on two ranks.
-# Usage: from_packages.sh [FOLDER]: an empty folder that stays; else one that is removed. Builds Burn anew: 20 minutes of CPU time.
+# Usage: from_packages.sh [FOLDER]: an empty folder, which is not removed; without it, a temporary one. Builds Burn anew: 20 minutes of CPU time.
 #    or: from_packages.sh --shared: the packages in the place of their sources in a copy of this workspace, so that Burn is taken from
 #        the target directory of `cargo build`; burnrun is not installed, and the manifest is not the quickstart's.
 # Both need the package registry.
@@ -91,7 +91,7 @@ run "$program" >alone
 rm model*
 run "$burnrun" -n 2 "$program" >two
 
-# falls FILE PATTERN: the last loss of the lines that begin with the pattern is half of the first one, after some hundred steps.
+# falls FILE PATTERN: checks that the loss, in the lines that begin with the pattern, has fallen by half, after at least 500 steps.
 falls() {
     read -r steps first last < <(awk -v begin="$2" '$0 ~ begin { if (!n++) first = $NF; last = $NF } END { print n, first, last }' "$1")
     echo "$2: $steps steps, loss $first to $last"

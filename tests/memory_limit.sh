@@ -1,6 +1,6 @@
 #!/bin/bash
 # `gpt` in control groups that limit the memory of each of four ranks to two thirds of what parameters, gradients and Adam's state
-# take: it trains with --shard, and is killed without.
+# take: it trains with --shard, and without --shard it is killed.
 # Usage: memory_limit.sh [FOLDER OF gpt AND burnrun, target/debug [MIB PER RANK, 390]]; needs root and a memory controller
 # of control groups, v1 or v2.
 set -u

@@ -53,7 +53,7 @@ said "rank 2 (host m2"
 within 20
 no_rank_is_left
 
-# It dies in the first generation only.
+# The rank dies only in the first generation.
 job "a restart" "$two" --max-restarts 1 \
     bash -c "[ \$BURN_DDP_RESTART_COUNT = 1 ] && exec $hello --steps 20; exec $hello $long --die 3:50:kill"
 said "sum 10" 4
@@ -95,8 +95,8 @@ said "m1: ended with"
 within 30
 no_rank_is_left
 
-# A firewall on the second machine that forgets connections on which nothing came for three seconds, as NATs do, and
-# drops what comes on them later.
+# A firewall on the second machine that forgets connections after three idle seconds, as NATs do, and drops their later
+# packets.
 forgetful() {
     "${on2[@]}" iptables -A INPUT -m conntrack --ctstate INVALID -j DROP &&
         "${on2[@]}" iptables -A OUTPUT -m conntrack --ctstate INVALID -j DROP &&

@@ -23,7 +23,7 @@ ERROR_WITHIN = 150  # Seconds from the first request without an answer to the er
 
 
 class Server:
-    """S3 that meets requests in order with what a test plans for those that match a pattern."""
+    """An S3 server that gives requests which match a pattern the answers that a test plans."""
 
     def __init__(self):
         self.app = DomainDispatcherApplication(create_backend_app)
@@ -59,13 +59,13 @@ class Server:
                 return [b""]
         try:
             return self.app(environ, start_response)
-        except (KeyError, ValueError):  # moto's, of a part whose upload has ended meanwhile.
+        except (KeyError, ValueError):  # moto raises these for a part whose upload has ended meanwhile.
             start_response("404 Not Found", [("Content-Length", "0")])
             return [b""]
 
     def plan(self, pattern, act, lost=False):
-        """Calls `act` with how many requests matched, and how many of them were like this one; a status that it returns is the answer, of
-        a request that has no effect unless its answer only is `lost`."""
+        """For a request that matches `pattern`, calls `act` with the number of matching requests and the number of equal ones so far.
+        If `act` returns a status, that is the answer, and the request has no effect; with `lost` it has its effect all the same."""
         self.pattern, self.act, self.lost, self.met = pattern, act, lost, []
 
 
@@ -76,7 +76,7 @@ s3.create_bucket(Bucket="bucket")
 
 
 class Job:
-    """Ranks that train, and save to s3://BUCKET/PREFIX every second step."""
+    """Ranks that train, and save a checkpoint to s3://BUCKET/PREFIX in every second step."""
 
     def __init__(self, prefix, world, steps, mode="large", temporary=None, bucket="bucket", settings=()):
         with socket.socket() as free:
@@ -99,7 +99,7 @@ class Job:
             ))
 
     def end(self, ok=True):
-        """What the ranks printed."""
+        """Waits until the ranks have ended; returns their output."""
         deadline = time.monotonic() + SECONDS
         printed = []
         for rank in self.ranks:
@@ -160,7 +160,7 @@ class LostStorage:
             return self.lose(self.server)
 
     def error(self):
-        """What the ranks printed, and the seconds until they had ended."""
+        """Returns the output of the ranks, and the seconds until they had ended."""
         printed, ended = self.outcome.result()
         return printed, ended - self.began
 

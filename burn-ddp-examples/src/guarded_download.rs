@@ -9,7 +9,8 @@ use anyhow::{Result, anyhow};
 /// Deadline of a download; Burn's downloader has none.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Result of `download`. Burn panics if the network or the cache fails, so `download` runs on a thread of its own.
+/// Runs `download` on a thread of its own and returns its result. Burn panics if the network or the cache fails; the
+/// panic becomes an error.
 pub(crate) fn guarded<T: Send + 'static>(download: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let (sender, done) = mpsc::channel();
     let quiet = QuietPanics::start();

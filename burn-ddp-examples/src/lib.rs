@@ -6,12 +6,12 @@
 //! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
 //! | `mnist_learner` | the same through Burn's `SupervisedTraining` |
 //! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
-//! | `gpt` | the same for a text: a small transformer that predicts bytes, and then writes |
+//! | `gpt` | the same for a text: a small transformer that predicts bytes, and then generates text |
 //! | `hand_checked_gradient` | what averaging does, in numbers that can be checked by hand |
 //! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora`, `mixed_devices` | one thing each |
 //!
 //! Each file in `src/bin` opens with the lines that run it. The trainers share [`trainer`]; [`mnist`], [`vision`]
-//! and [`text`] are what each adds: data, networks, losses.
+//! and [`text`] hold the data, networks and losses of each.
 //!
 //! | crate feature | adds |
 //! |---|---|
@@ -34,8 +34,8 @@ pub fn log_to_stderr() {
     use tracing_subscriber::filter::Targets;
     use tracing_subscriber::prelude::*;
 
-    // The reason why the job ended is what `main` returns; once is enough.
-    // A wrong --checkpoints would begin the training anew: what was found there is always shown.
+    // `main` returns the error that ended the job, so the log of `membership` would only repeat it.
+    // With a wrong --checkpoints the training would start anew unnoticed: the log always shows what was found there.
     let default = "warn,burn_ddp_comm::membership=off,burn_ddp::checkpoint=info";
     let wanted = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
     let targets: Targets = wanted.unwrap_or_else(|| default.parse().unwrap_or_default());
@@ -43,7 +43,8 @@ pub fn log_to_stderr() {
     let _ = tracing_subscriber::registry().with(targets).with(lines).try_init();
 }
 
-/// Prints what the file of a program says about it, and ends the process, if the first argument is `--help` or `-h`.
+/// If the first argument is `--help` or `-h`, prints the first comment of `source`, the program's file, and ends the
+/// process.
 pub fn help(source: &str) {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "--help" || argument == "-h") {
         print!("{}", first_comment(source));

@@ -12,7 +12,7 @@ use image::{Rgb, RgbImage};
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
 
-/// With `cache` as the user's cache folder, and a network that does not answer.
+/// Runs `program` with `cache` as the user's cache folder, and a proxy that does not answer.
 fn run(cache: &Path, program: &str, arguments: &str) -> Output {
     let mut command = Command::new(program);
     command.args(arguments.split_whitespace()).env("XDG_CACHE_HOME", cache).env("HTTPS_PROXY", "http://127.0.0.1:9");
@@ -64,6 +64,6 @@ fn cifar10_is_learned_from_burns_cache() {
 #[test]
 fn without_a_network_the_reason_is_said() {
     let dir = tempfile::tempdir().unwrap();
-    fails(dir.path(), RESNET, "--data cifar10 --width 4", "CIFAR-10 could not be had");
-    fails(dir.path(), MNIST, "--data full", "MNIST could not be had");
+    fails(dir.path(), RESNET, "--data cifar10 --width 4", "CIFAR-10 could not be downloaded");
+    fails(dir.path(), MNIST, "--data full", "MNIST could not be downloaded");
 }

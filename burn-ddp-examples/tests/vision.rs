@@ -163,5 +163,5 @@ fn a_resnet_goes_on_from_the_middle_of_an_epoch_as_if_nothing_had_happened() {
     let (one, _) = train(RESNET, &format!("{arguments} --nproc 1"));
     assert_eq!((one.world_size, one.train_loss.len(), one.train_loss[0]), (1, 2, whole.train_loss[0]));
 
-    fails(RESNET, &format!("{arguments} --nproc 2"), "is of the end of a training: ask for more --epochs");
+    fails(RESNET, &format!("{arguments} --nproc 2"), "was saved at the end of a training: ask for more --epochs");
 }

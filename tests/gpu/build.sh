@@ -23,7 +23,7 @@ case ${1:-} in
   *) echo "usage: $0 [--llvm]" >&2; exit 2 ;;
 esac
 
-# For an older C library than this machine's where that can be: `pip install cargo-zigbuild ziglang`. CubeCL's LLVM needs GNU's C++ library.
+# With cargo-zigbuild (`pip install cargo-zigbuild ziglang`) the kit runs with an older C library than this machine's. CubeCL's LLVM needs GNU's C++ library.
 build=(cargo build)
 if [ -z "${1:-}" ] && cargo zigbuild --help >/dev/null 2>&1; then
   build=(cargo zigbuild --target x86_64-unknown-linux-gnu.2.31)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A stand-in for the LLVM that CubeCL's build downloads: `XDG_DATA_HOME=DIR tests/gpu/llvm_stand_in.sh`, then build with the same variable
-# and `burn-ddp-tests/nvrtc`. All functions of LLVM that CubeCL calls are there, and abort. With `nvrtc` none is called: kernels go through
-# CUDA's own compiler. Needs no LLVM; works with every C++ compiler.
+# and `burn-ddp-tests/nvrtc`. It defines all functions of LLVM that CubeCL calls; they abort. With `nvrtc` none is called, since CUDA's own
+# compiler compiles the kernels. Needs no LLVM; works with every C++ compiler.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 cargo fetch --quiet --locked
@@ -15,7 +15,7 @@ llvm_sys=$(crate llvm-sys)
 bundler=$(crate tracel-llvm-bundler)
 [ -n "$llvm_sys" ] && [ -n "$bundler" ] || { echo "$0: CubeCL does not use llvm-sys and tracel-llvm-bundler any more" >&2; exit 1; }
 dir=${XDG_DATA_HOME:?name a folder for the stand-in: XDG_DATA_HOME=DIR $0}/tracel/tracel-llvm-${bundler##*-bundler-}
-# Made once: cargo would build anew what depends on it.
+# Made only once: a new file would make cargo rebuild all crates that depend on it.
 [ -e "$dir/.tracel-llvm-installed" ] && exit
 rm -rf "$dir"
 mkdir -p "$dir"/{bin,lib,include/llvm-c,include/llvm/{Bitcode,IR,Linker,Support}}
@@ -36,7 +36,7 @@ C
 ${CC:-cc} -O1 -fPIC -w -c "$dir/stub.c" -o "$dir/stub.o"
 ${AR:-ar} rcs "$dir/lib/libllvm_stand_in.a" "$dir/stub.o"
 
-# What the C++ and C files include that CubeCL compiles against LLVM's headers (`cubecl-llvm/src/shared/cpp_shims`, `target.c`).
+# Headers for the C++ and C files that CubeCL compiles against LLVM's headers (`cubecl-llvm/src/shared/cpp_shims`, `target.c`).
 cat >"$dir/include/llvm-c/Core.h" <<'C'
 #pragma once
 typedef struct LLVMOpaqueModule *LLVMModuleRef;

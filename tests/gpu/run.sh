@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Verifies and times burn-ddp on the NVIDIA GPUs of this machine: `./run.sh` for all, `./run.sh b d` for some steps. See README.md.
-# Goes on after failures; ends after KIT_SECONDS (1200). Outputs are in `out`, packed as `out.tar.gz`; the last lines are a table.
+# Failures do not stop it; it ends after KIT_SECONDS (1200). Outputs are in `out`, packed as `out.tar.gz`; the last lines are a table.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 shopt -s nullglob
@@ -25,11 +25,11 @@ end=$((SECONDS + ${KIT_SECONDS:-1200}))
 export BURN_DEVICE=${BURN_DEVICE:-cuda} BURN_DDP_ENGINE=${BURN_DDP_ENGINE:-nccl}
 export RUST_BACKTRACE=0 RUST_LOG=${RUST_LOG:-burn_ddp=info} BURN_DDP_TIMEOUT=60 BURN_DDP_JOIN_TIMEOUT=60
 engine=$BURN_DDP_ENGINE
-# Ranks share GPUs where there are fewer than four.
+# Ranks share GPUs if there are fewer than four.
 export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
 [ -e libnccl.so.2 ] && export BURN_DDP_NCCL=$PWD/libnccl.so.2
 
-# The programs are one file, which looks at its name. Copies, since programs start ranks by the path of their own file.
+# One file is all programs, by the name under which it is started. These are copies, since a program starts ranks by its own path.
 for program in burnrun burn-ddp-bench mnist nccl_check rank resnet; do
   cmp -s "$program" burn-ddp-gpu-kit || cp -f burn-ddp-gpu-kit "$program"
 done
@@ -113,7 +113,7 @@ BURN_DDP_TEST_THREADS_ALONE=1 suite c awkward 200 awkward::
 # d: all-reduce beside a loop of ncclAllReduce.
 for n in 1 2; do check d "all-reduce-$n" 60 "ratio" ./burnrun -n $n ./nccl_check --rounds 40; done
 
-# e: a step beside plain Burn; by number of tensors; by size of buckets, of which the last takes all gradients, so that nothing overlaps.
+# e: a step beside plain Burn; by number of tensors; by size of buckets; the largest bucket holds all gradients, so that nothing overlaps.
 bench e step 60 --world 1,2 --rounds 6 --alone
 bench e tensors 60 --model tensors --world 1,2 --counts 10,1000 --rounds 4 --alone
 bench e buckets 60 --model mlp --world 2 --bytes 134217728 --counts 512 --bucket-bytes 1048576,26214400,1073741824 --rounds 4 --alone

@@ -1,5 +1,5 @@
 # Two "machines" on this one: network namespaces m1 and m2 with a cable between them, names and loopback of their own.
-# To be sourced; needs root and iproute2. `machines_up` makes them, and they go when the script ends.
+# To be sourced; needs root and iproute2. `machines_up` makes them, and they are removed when the script ends.
 
 machines_possible() {
     [ "$(id -u)" = 0 ] && command -v ip >/dev/null && command -v unshare >/dev/null || return 1
@@ -22,7 +22,7 @@ machines_up() {
         ip -n "$pair-$n" link set lo up
         ip -n "$pair-$n" link set "$pair-$n" up
     done
-    # A remote shell: `rsh m2 command…`, as ssh would run it. And `at m2 command…`, which keeps words as they are.
+    # A remote shell: `rsh m2 command…` joins the words and passes them to a shell, as ssh does; `at m2 command…` keeps them.
     rsh=/tmp/$pair/rsh
     cat >"$rsh" <<END
 #!/bin/sh
@@ -37,7 +37,7 @@ host=\$1; shift
 exec ip netns exec $pair-\${host#m} unshare --uts sh -c "hostname \$host; exec \"\\\$@\"" sh "\$@"
 END
     chmod +x "$rsh" "$at"
-    # "${on1[@]}" COMMAND…: on the first machine.
+    # "${on1[@]}" COMMAND…: runs a command on the first machine.
     on1=("$at" m1)
     on2=("$at" m2)
 }
@@ -51,8 +51,8 @@ machines_down() {
     rm -rf "/tmp/$pair"
 }
 
-# $two FLAGS -- COMMAND…: $burnrun on both machines, two ranks each; fails as the first of them that failed, in
-# the order of machines, and says how both ended.
+# $two FLAGS -- COMMAND…: runs $burnrun on both machines, with two ranks each, and prints the exit codes of both. Exits with
+# the code of the first machine, or of the second if the first succeeded.
 burnrun_on_both() {
     two=/tmp/$pair/two
     cat >"$two" <<END

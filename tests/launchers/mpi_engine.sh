@@ -8,8 +8,8 @@ export DEADLINE=${DEADLINE:-180}
 installed "$mpirun" "apt-get install mpich, or openmpi-bin"
 [ -x "$program" ] || { echo "$program is not there: cargo build -p burn-ddp-mpi --examples" >&2; exit 1; }
 
-# Without what is in $alone a launcher kills all ranks when one ends badly; with it they have to end by themselves, and Open MPI's exits
-# with 0: ranks that failed say so, and exit with 3.
+# Without the options in $alone a launcher kills all ranks when one fails; with them the ranks have to end by themselves, and Open MPI's
+# mpirun exits with 0. So a rank that fails prints its error and exits with 3.
 case $("$mpirun" --version 2>&1) in
 *"Open MPI"* | *OpenRTE*)
     run="$mpirun --oversubscribe"
@@ -19,7 +19,8 @@ case $("$mpirun" --version 2>&1) in
 *)
     run=$mpirun
     alone=-disable-auto-cleanup
-    # It kills the others all the same where it sees that a signal ended one, often before they have said why. A shell shows it an exit code.
+    # MPICH's mpirun still kills the other ranks if a signal ends one, often before they print their errors. The shell turns the signal into
+    # an exit code.
     killed=(bash -c 'trap "" USR1; "$0" "$@"; exit $?' "$program")
     ;;
 esac
@@ -27,7 +28,7 @@ export BURN_DDP_TIMEOUT=${BURN_DDP_TIMEOUT:-60}
 # UCX aborts a process that reads the memory of a rank that has died (cma), and MPICH 4.0 over its tcp may hang in MPI_Finalize.
 export UCX_TLS=${UCX_TLS:-self,posix}
 
-# The milliseconds after which ranks gave up.
+# Checks the milliseconds after which the ranks gave up.
 ended_within() {
     late=$(printf '%s\n' "$out" | sed -n 's/.*after \([0-9]*\) ms: .*/\1/p' | awk -v most="$1" '$1 > most')
     [ -z "$late" ] || wrong "a rank gave up after $late ms, more than $1"
@@ -72,7 +73,7 @@ said "failed: panicked" 2
 ended_within 20000
 no_rank_is_left
 
-# It ends last: MPI cannot be finalized without the others, which is waited for as long as a collective may take.
+# The rank that leaves ends last: MPI_Finalize waits for the other ranks, at most as long as a collective may take.
 BURN_DDP_TIMEOUT=10 job "a rank that leaves while it is needed" $run $alone -n 3 "$program" leave
 said "left while it was needed by all_reduce #10 of group 1"
 said "left while it was needed by all_reduce #" 2 # the first to see it may end it for one that is still in #9

@@ -1,6 +1,6 @@
 #!/bin/bash
-# ranks.sh WORLD FIRST COUNT COMMAND…: starts COUNT ranks from rank FIRST on, told who they are by plain variables, and waits for all.
-# LOCAL_RANK and LOCAL_WORLD_SIZE are set if there are others elsewhere.
+# ranks.sh WORLD FIRST COUNT COMMAND…: starts COUNT ranks from rank FIRST on, with plain variables, and waits for all of them.
+# LOCAL_RANK and LOCAL_WORLD_SIZE are set if some ranks are started elsewhere.
 world=$1 first=$2 count=$3
 shift 3
 export WORLD_SIZE=${WORLD_SIZE:-$world} MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-29500}

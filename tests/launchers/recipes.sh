@@ -43,7 +43,7 @@ job "the batch file" env PATH="$dir:$PATH" SLURM_JOB_ID=4711 SLURM_NNODES=2 "SLU
     bash "$recipes/slurm.sbatch" "$hello" --steps 20
 all_done 4 burnrun
 
-# Kubernetes and Kubeflow: two pods with the variables and the command of the recipe; the first name resolves late.
+# Kubernetes and Kubeflow: two pods with the variables and the command of the recipe; the name of the first pod resolves late.
 cat >"$dir/pod.py" <<'END'
 import os, sys, yaml
 path, index, program = sys.argv[1], sys.argv[2], sys.argv[3:]

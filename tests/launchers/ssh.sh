@@ -8,7 +8,7 @@ sshd=$(command -v /usr/sbin/sshd sshd | head -n 1)
 machines_possible || { echo "needs root, ip and unshare" >&2; exit 1; }
 machines_up || exit 1
 
-# Keys, known hosts and logins of these two alone.
+# Keys, known hosts and logins that only these two machines use.
 dir=/tmp/$pair
 mkdir -p /run/sshd
 for key in user stranger host; do ssh-keygen -q -t ed25519 -N '' -f "$dir/$key"; done

@@ -11,7 +11,7 @@ fi
 empty=$(mktemp -d)
 trap 'rm -rf "$empty"' EXIT
 cp "$burnrun" "$empty/burnrun"
-# What every container has.
+# The files that every container has.
 mkdir "$empty/dev" "$empty/proc"
 mknod -m 666 "$empty/dev/null" c 1 3
 strip "$empty/burnrun" && printf '%s bytes\n' "$(stat -c %s "$empty/burnrun")"

@@ -24,7 +24,7 @@ failed
 within 45
 no_rank_is_left
 
-# It dies in the first generation only.
+# The rank dies only in the first generation.
 job "a restart" "$torchrun" --no-python --standalone --nproc-per-node 2 --max-restarts 1 \
     sh -c "[ \$TORCHELASTIC_RESTART_COUNT = 1 ] && exec $hello --steps 20; exec $hello --steps 500 --pause 10 --die 1:20:kill"
 succeeded

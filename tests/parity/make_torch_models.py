@@ -23,6 +23,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from make_torch_fsdp import BETAS, EPSILON, adam_lr
+
 WORLD = 2
 HERE = pathlib.Path(__file__).resolve().parent
 # Burn keeps the momentum factor in f32, also for f64 tensors; torch gets the same value.
@@ -61,7 +63,13 @@ def digits():
     return images, torch.tensor(labels.astype(numpy.int64))
 
 
-class Cnn(torch.nn.Module):
+class Case(torch.nn.Module):
+    """Trained with SGD and momentum, unless the case has settings for AdamW and for clipping by the norm of all gradients"""
+
+    adamw = None
+
+
+class Cnn(Case):
     """The network of PyTorch's basic MNIST example, without dropout"""
 
     steps, micro, lr, find_unused = 6, 1, 0.05, False
@@ -82,8 +90,8 @@ class Cnn(torch.nn.Module):
         return F.cross_entropy(self.fc2(F.relu(self.fc1(x))), labels)
 
 
-class Tied(torch.nn.Module):
-    """One matrix for the way in and the way out, and a layer between"""
+class Tied(Case):
+    """Tied weights: the first and the last operation use one matrix, with a layer between"""
 
     steps, micro, lr, find_unused = 20, 1, 0.05, False
 
@@ -98,8 +106,8 @@ class Tied(torch.nn.Module):
         return ((h @ self.matrix.t() - x) ** 2).mean()
 
 
-class Unused(torch.nn.Module):
-    """Three branches, of which each rank takes another one, and one nobody takes"""
+class Unused(Case):
+    """Three branches, of which each rank uses a different one in each step, and a fourth that no rank uses"""
 
     steps, micro, lr, find_unused = 20, 1, 0.1, True
 
@@ -114,7 +122,7 @@ class Unused(torch.nn.Module):
         return (self.branches[branch](torch.tanh(self.trunk(x))) ** 2).mean()
 
 
-class NoSync(torch.nn.Module):
+class NoSync(Case):
     """Four micro-batches to a step, three of them in `no_sync`"""
 
     steps, micro, lr, find_unused = 10, 4, 0.1, False
@@ -129,7 +137,7 @@ class NoSync(torch.nn.Module):
         return (self.second(torch.tanh(self.first(x))) ** 2).mean()
 
 
-class Lstm(torch.nn.Module):
+class Lstm(Case):
     """A recurrent layer over sequences of 12, and a head on its last state"""
 
     steps, micro, lr, find_unused = 15, 1, 0.1, False
@@ -145,7 +153,47 @@ class Lstm(torch.nn.Module):
         return ((self.head(hidden[0]) - 0.5) ** 2).mean()
 
 
-CASES = {"cnn": Cnn, "tied": Tied, "unused": Unused, "no_sync": NoSync, "lstm": Lstm}
+class Attention(Case):
+    """Causal self-attention with two heads over 6 tokens of 13, between an embedding and a head that predicts the next token"""
+
+    steps, micro, lr, find_unused = 20, 1, 0.02, False
+    adamw = {"betas": BETAS, "epsilon": EPSILON, "weight_decay": float(numpy.float32(0.1)), "max_norm": 0.25}
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(13, 8)
+        self.query, self.key, self.value, self.out = (torch.nn.Linear(8, 8) for _ in range(4))
+        self.norm = torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 13)
+
+    def forward(self, step, rank, micro):
+        first = (step * WORLD + rank) * 28
+        tokens = torch.tensor([(i * i * 5 + i * 3 + 1) % 13 for i in range(first, first + 28)]).reshape(4, 7)
+        x = self.embedding(tokens[:, :6])
+        q, k, v = (layer(x).reshape(4, 6, 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(2, 3) / 2).masked_fill(later, -1e9).softmax(3)
+        x = self.norm(x + self.out((weights @ v).transpose(1, 2).reshape(4, 6, 8)))
+        return F.cross_entropy(self.head(x).reshape(24, 13), tokens[:, 1:].flatten())
+
+
+CASES = {"cnn": Cnn, "tied": Tied, "unused": Unused, "no_sync": NoSync, "lstm": Lstm, "attention": Attention}
+
+
+def optimizer_of(net, parameters):
+    if net.adamw is None:
+        return torch.optim.SGD(parameters, lr=net.lr, momentum=MOMENTUM)
+    return torch.optim.AdamW(parameters, lr=net.lr, betas=BETAS, eps=EPSILON)
+
+
+def optimizer_step(net, optimizer, step):
+    if net.adamw is not None:
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), net.adamw["max_norm"])
+        assert norm > net.adamw["max_norm"], f"step {step} clips nothing"
+        # A decay of lr · weight_decay, as Burn's: `adam_lr` makes up for the bias of Burn's moments only.
+        group, lr = optimizer.param_groups[0], adam_lr(net.lr, step + 1)
+        group["lr"], group["weight_decay"] = lr, net.adamw["weight_decay"] * net.lr / lr
+    optimizer.step()
 
 
 def train(rank, port, name, queue):
@@ -156,7 +204,7 @@ def train(rank, port, name, queue):
         for salt, parameter in enumerate(net.parameters()):
             parameter.copy_(initial(list(parameter.shape), salt))
     ddp = DistributedDataParallel(net, find_unused_parameters=net.find_unused)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=net.lr, momentum=MOMENTUM)
+    optimizer = optimizer_of(net, ddp.parameters())
     losses, gradients = [], None
     for step in range(net.steps):
         optimizer.zero_grad()
@@ -167,7 +215,7 @@ def train(rank, port, name, queue):
                 (loss / net.micro).backward()
         if gradients is None:
             gradients = {n: sample(p.grad) for n, p in net.named_parameters() if p.grad is not None}
-        optimizer.step()
+        optimizer_step(net, optimizer, step)
         losses.append(loss.item())
     queue.put((rank, losses, gradients, {n: sample(p) for n, p in net.named_parameters()}))
     dist.barrier()
@@ -197,6 +245,7 @@ def make(name):
         "steps": case.steps,
         "micro_batches": case.micro,
         "lr": case.lr,
+        "adamw": case.adamw,
         "losses": [r[1] for r in results],
         "first_gradients": results[0][2],
         "final": results[0][3],

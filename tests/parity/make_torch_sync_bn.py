@@ -26,7 +26,7 @@ MOMENTUM = float(numpy.float32(0.9))  # Burn keeps the optimizer's momentum in f
 
 
 def table(shape, salt):
-    """Multiples of 1/32, of which the channels have means and spreads of their own"""
+    """Multiples of 1/32; each channel has its own mean and spread"""
     values = numpy.arange(int(numpy.prod(shape)))
     values = ((values * 37 + salt * 11) % 101 - 50).reshape(shape) / 32.0
     channel = numpy.arange(shape[1]).reshape([1, -1] + [1] * (len(shape) - 2))
@@ -48,7 +48,7 @@ def flat(tensor):
 
 
 def layer(norm, shape):
-    """Two forwards, of which the second one is differentiated: Σ y³·weights"""
+    """Two forwards; the backward is that of Σ y³·weights for the second"""
     channels = shape[1]
     norm = norm(channels, eps=1e-5, momentum=0.1).to(torch.float64)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def layer(norm, shape):
 
 
 class Net(torch.nn.Module):
-    """conv, norm, relu, conv, norm, pool, linear; without the biases that a norm takes away again"""
+    """conv, norm, relu, conv, norm, pool, linear; without the biases that a norm would cancel"""
 
     def __init__(self):
         super().__init__()

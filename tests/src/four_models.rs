@@ -19,11 +19,11 @@ pub const MODELS: [&str; 4] = ["mlp", "lstm", "tied", "gpt"];
 /// Names of the optimizers, for [`train`].
 pub const OPTIMIZERS: [&str; 4] = ["sgd", "momentum", "adam", "adamw"];
 
-/// Trains a new model and returns its hash, and what the last step communicated. *Collective*.
+/// Trains a new model and returns its hash, and the counters of the last step's communication. *Collective*.
 ///
 /// # Errors
 ///
-/// An unknown name, or those of burn-ddp.
+/// An unknown name, or an error of burn-ddp.
 pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapConfig) -> Result<(String, Stats)> {
     let device = ddp.device()?.autodiff();
     let optim = match optim {
@@ -33,7 +33,7 @@ pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapCon
         "adamw" => AdamWConfig::new().init(),
         other => bail!("no optimizer {other:?}"),
     };
-    // Numbers of rows that two, three and four ranks do not divide alike.
+    // Matrices whose numbers of rows do not all divide evenly by two, three and four ranks.
     let gpt = GptConfig::new(1, 12, 2, 7);
     match model {
         "mlp" => run(ddp, Mlp::new(&device), optim, steps, config),
@@ -72,7 +72,7 @@ fn inputs(rank: usize, step: usize, columns: usize, device: &Device) -> Tensor<2
     rows(4 * (step * 8 + rank), 4, columns, 1, DType::F32, device)
 }
 
-/// `[4, len]` numbers below `below`.
+/// Numbers below `below`, `[4, len]`.
 fn symbols(rank: usize, step: usize, len: usize, below: usize, device: &Device) -> Tensor<2, Int> {
     let symbol = |i: usize| ((7 * i + 3 * rank + 5 * step + i * i * (rank + 1)) % below) as i32;
     Tensor::<1, Int>::from_ints((0..4 * len).map(symbol).collect::<Vec<_>>().as_slice(), device).reshape([4, len])
@@ -84,7 +84,7 @@ impl Model for Mlp {
     }
 }
 
-/// An LSTM over five steps in time, which reads its eight matrices in each.
+/// An LSTM over sequences of five steps, which reads its eight matrices in each step.
 #[derive(Module, Debug)]
 struct Recurrent {
     lstm: Lstm,
@@ -105,7 +105,7 @@ impl Model for Recurrent {
     }
 }
 
-/// An embedding that the output reads, too.
+/// A model whose output layer reads the embedding again (weight tying).
 #[derive(Module, Debug)]
 struct Tied {
     symbols: Embedding,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 pub use free_port::FreePort;
 
-/// Variables that are not a launcher's: device and engine.
+/// Variables that ranks keep, as no launcher sets them: they choose engine and devices.
 const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
 
 /// The program `rank`: the one beside this program, as in the GPU kit, otherwise `built`, where cargo has put it.
@@ -20,7 +20,7 @@ pub fn rank_program(built: &str) -> String {
     }
 }
 
-/// A rank of `program` with torchrun's plain variables and nothing else of a launcher's.
+/// A rank of `program` with torchrun's plain variables and no other variables of a launcher.
 pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars() {
@@ -59,7 +59,7 @@ pub fn finish(ranks: Vec<Command>) -> Vec<Output> {
         .enumerate()
         .map(|(r, mut rank)| {
             let mut child = rank.spawn().unwrap();
-            // Pipes are read meanwhile, so that they do not fill.
+            // The pipes are read while the rank runs: it would block on a full one.
             let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
             std::thread::spawn(move || {
                 let status = loop {

@@ -14,8 +14,8 @@ use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
 
-/// Gives trainable parameters values that depend on their place in the model and on this number alone. With another
-/// number on each rank only `wrap` makes them equal.
+/// Gives trainable parameters values that depend only on their place in the model and on this number. With a different
+/// number on each rank, the values are equal only once `wrap` has made them so.
 pub struct Fill(pub f32);
 
 impl ModuleMapper for Fill {
@@ -113,7 +113,7 @@ pub fn rows(start: usize, rows: usize, columns: usize, salt: u64, dtype: DType, 
     Tensor::from_data(TensorData::new(values, [rows, columns]).convert_dtype(dtype), (device, dtype))
 }
 
-/// The `i`-th of endless numbers in −1 … 1, other ones for each salt.
+/// The `i`-th number of an endless sequence in −1 … 1; each salt has its own sequence.
 pub fn number(i: usize, salt: u64) -> f64 {
     let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ salt.wrapping_mul(0xD1B5_4A32_D192_ED03);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -133,7 +133,7 @@ pub fn widest(device: &Device) -> DType {
 
 /// True if gradients are read from the device at the end of backward, so that no bucket is under way before.
 pub fn reads_at_the_end() -> bool {
-    // NCCL takes them where they are.
+    // NCCL reduces gradients on their device.
     is_set("BURN_DEVICE", &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"]) && !reduces_by_nccl()
 }
 

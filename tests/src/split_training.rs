@@ -1,4 +1,4 @@
-//! Training of different models in parts of a job at the same time.
+//! Training of different models at the same time, each by a part of a job's ranks.
 
 use anyhow::{Result, ensure};
 use burn::data::dataloader::batcher::Batcher;
@@ -28,7 +28,7 @@ impl Model {
     }
 }
 
-/// Parameters that depend on their place and on `salt` alone.
+/// Gives trainable parameters values that depend only on their place in the model and on `salt`.
 pub fn numbered<M: Module>(model: M, salt: u64) -> M {
     struct Fill(u64);
     impl ModuleMapper for Fill {
@@ -57,7 +57,7 @@ impl Batcher<usize, Tensor<2>> for Rows {
 }
 
 /// Trains the model of `color` on the ranks of `ddp`: other weights, data, batches, epochs and settings for each color.
-/// Returns the hash of the model and what telemetry counts.
+/// Returns the hash of the model and telemetry's number of steps.
 pub fn train(ddp: &Ddp, color: u64) -> Result<(String, u64)> {
     let device = ddp.device()?.autodiff();
     let (salt, items, epochs) = (100 * color, 22 + 9 * color as usize, 3 - color as usize % 2);
@@ -66,7 +66,7 @@ pub fn train(ddp: &Ddp, color: u64) -> Result<(String, u64)> {
         norm: BatchNormConfig::new(5 + color as usize).init(&device).into(),
         b: LinearConfig::new(5 + color as usize, 2).init(&device),
     };
-    // On ranks other than 0 the numbers are wrong: `wrap` replaces them.
+    // Ranks other than 0 begin with different values, which `wrap` replaces.
     let model = numbered(model, salt + 1000 * ddp.rank() as u64);
     let config = WrapConfig::new().with_accumulation(1 + color as usize % 2).with_bucket_cap_bytes(200);
     let mut model = ddp.wrap_with(model, &config)?;

@@ -1,5 +1,5 @@
 //! Each case of `burn_ddp_tests::awkward` on two and three ranks, as threads and as processes, against one rank with
-//! the whole batch; and on threads with all parameters sharded that can be.
+//! the whole batch; and on threads with every parameter sharded that can be.
 
 use std::time::Duration;
 
@@ -30,7 +30,8 @@ macro_rules! tests {
 
 awkward_cases!(tests);
 
-/// Cases in which each rank uses other parameters, by its data. Sharding refuses that, so every rank has all data.
+/// Cases in which the data of a rank decide which parameters it uses. Sharded parameters must be used by all ranks, so
+/// these cases run sharded with the whole batch on every rank.
 const ROUTED: [&str; 38] = [
     "experts::routed_by_data",
     "lora::adapters_unused_on_some_ranks",
@@ -105,14 +106,14 @@ fn check(case: &str) {
 /// The case passes with sharded parameters, or is refused with the error that is listed.
 fn check_sharded(case: &str) {
     if case == "shapes::ten_thousand_tiny" {
-        return; // It has vectors alone, which stay whole.
+        return; // Its parameters are vectors, which are never sharded.
     }
     let refused = REFUSED.iter().find(|(refused, _)| *refused == case);
     let is_routed = ROUTED.contains(&case);
     let Some(oracle) = &oracle(case) else { return };
     for world in [2, 3] {
         if is_routed {
-            // On three ranks some cases happen to use the same ones.
+            // On three ranks some cases happen to use the same parameters on all ranks.
             match threads(world, case, awkward::run_sharded) {
                 Ok(ranks) if world > 2 => compare(case, &format!("{world} sharded threads"), oracle, &ranks),
                 Ok(_) => panic!("{case} works with sharding on {world} threads: take it off the list"),
@@ -135,10 +136,10 @@ fn check_sharded(case: &str) {
     }
 }
 
-/// What plain Burn makes of the case; `None` on a backend that cannot run it.
+/// The outcome of the case in plain Burn; `None` on a backend that cannot run it.
 fn oracle(case: &str) -> Option<Outcome> {
     match threads(1, case, awkward::run) {
-        // Not every backend does all that Flex does: where plain Burn cannot, there is nothing to compare with.
+        // Some backends lack operations that Flex has; without plain Burn's outcome nothing can be compared.
         Err(error) if !is_flex() && error.contains("not implemented") => {
             eprintln!("skipped: {error}");
             None
@@ -171,13 +172,13 @@ fn processes(world: usize, case: &str) -> Vec<Outcome> {
     outputs.iter().map(|o| serde_json::from_str(line(&stdout(o), "outcome ")).unwrap()).collect()
 }
 
-/// All ranks hold the same bits, and rank 0 what the oracle holds.
+/// Checks that all ranks hold the same bits, and rank 0 the oracle's values within the tolerance.
 fn compare(case: &str, who: &str, oracle: &Outcome, ranks: &[Outcome]) {
     for (rank, outcome) in ranks.iter().enumerate() {
         assert_eq!(outcome.hash, ranks[0].hash, "{case}, {who}: rank {rank} differs from rank 0");
     }
     if ranks[0].values.is_empty() && oracle.values.is_empty() {
-        return; // about errors, or about agreement alone
+        return; // the case checks errors, or compares the ranks only
     }
     let d = distance(&ranks[0].values, &oracle.values);
     assert!(d <= oracle.tolerance, "{case}, {who}: {d:e} away from one rank, allowed {:e}", oracle.tolerance);

@@ -1,5 +1,5 @@
-//! Weights of backwards and ends of accumulation: N ranks make the step that one rank makes with all items, or with all
-//! tokens, of the step.
+//! Weights of backwards, and accumulation that ends early: N ranks make the same step as one rank with all items, or
+//! all tokens, of the step.
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{DatasetError, InMemDataset};
@@ -19,7 +19,7 @@ fn tokens(text: usize) -> usize {
     (text * 7 + 3) % 5
 }
 
-/// The numbers of texts, and their tokens.
+/// A batch: the numbers of its texts, and how many tokens they have together.
 struct Texts {
     texts: Vec<usize>,
     tokens: usize,
@@ -45,7 +45,7 @@ impl Texts {
             let x = rows(10 * text, tokens(*text), 6, 1, DType::F64, device);
             model.forward(x).powf_scalar(2.0).sum()
         });
-        // Something of the model, so that there is a backward.
+        // Without a text with tokens the loss still depends on the model, so that there is a backward.
         let nothing = model.a.weight.val().sum() * 0.0;
         // Burn's backward of a division by a number rounds to f32.
         sums.fold(nothing, |a, b| a + b) * (1.0 / self.tokens as f64)
@@ -68,20 +68,20 @@ fn model(device: &Device) -> Mlp {
     model
 }
 
-/// How an epoch is trained.
+/// A way to train.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     /// Texts of a micro-batch over all ranks.
     micro_batch: usize,
     /// Micro-batches per step.
     accumulation: usize,
-    /// The loss is a mean over tokens.
+    /// True if the loss is a mean over tokens, false if over texts.
     tokens: bool,
-    /// The loader is ours; otherwise the loop weighs and ends its epochs itself.
+    /// True if burn-ddp's loader weighs backwards and ends accumulation; otherwise the loop does both itself.
     ours: bool,
 }
 
-/// Three epochs: the values of the model, and the optimizer steps.
+/// Trains for three epochs; returns the model's values and hash, and the number of optimizer steps.
 fn train(ddp: &Ddp, case: Case) -> anyhow::Result<(Vec<Vec<f64>>, String, usize)> {
     let device = ddp.device()?.autodiff();
     let config = WrapConfig::new().with_accumulation(case.accumulation).with_bucket_cap_bytes(500);
@@ -187,7 +187,7 @@ fn an_epoch_that_is_left_with_micro_batches_held_is_an_error_that_says_so() {
         for number in 0..3 {
             for batch in train.epochs([number]).next().unwrap() {
                 step += 1;
-                // The other rank may have found it first; then the loader says so.
+                // If the other rank finds the mistake first, this rank gets the error from its loader.
                 let gradient = batch.map_err(anyhow::Error::from).and_then(|_| slope(&ddp, &model, &[1.0]));
                 if let Err(error) = gradient {
                     return Ok((step, error.to_string()));
@@ -248,7 +248,7 @@ fn ranks_may_hold_different_numbers_of_micro_batches_when_gradients_are_synchron
         let slopes = Ddp::spawn(world, |ddp| {
             let model = line(&ddp, &WrapConfig::new().with_accumulation(10))?;
             assert!(ddp.sync_gradients(&model)?.is_empty());
-            // The last rank holds nothing, if there are several.
+            // In a world of several ranks the last one holds no micro-batch.
             let mine = if world == 1 { 0..6 } else { 6 * ddp.rank() / (world - 1)..6 * (ddp.rank() + 1) / (world - 1) };
             for x in mine.filter(|x| *x < 6) {
                 ddp.set_batch_items((1 + x) as f64)?;
@@ -284,7 +284,7 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
             let device = ddp.device()?.autodiff();
             let one = || burn::module::Param::from_tensor(Tensor::<1>::ones([4], (&device, dtype)));
             let model = ddp.wrap(vec![one(), one()])?;
-            // One item of a rank beside 2^26 of the other.
+            // One rank has 2^26 items, the other has one.
             let (own, items) = if ddp.rank() == 0 { (0, 2f64.powi(26)) } else { (1, 1.0) };
             ddp.set_batch_items(items)?;
             let loss = model[own].val().sum().cast(DType::F32);
@@ -295,7 +295,7 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
     }
 }
 
-/// Texts from front to back.
+/// A stream of the texts in order.
 #[derive(Clone)]
 struct Front;
 
@@ -314,7 +314,7 @@ fn batches_that_are_taken_out_of_their_epochs_train() {
         let step = |batch: Texts| slope(&ddp, &model, &batch.texts.iter().map(|x| *x as f64).collect::<Vec<_>>());
         let mut slopes = Vec::new();
         for epoch in 0..3 {
-            // The iterators are gone before the backward.
+            // The iterators are dropped before the backward.
             let batch = train.iter().next().expect("an epoch has batches")?;
             slopes.push(step(batch)?);
             let batch = stream.epochs(epoch..epoch + 1).flatten().next().expect("a stream has batches")?;
@@ -326,7 +326,7 @@ fn batches_that_are_taken_out_of_their_epochs_train() {
     assert_eq!(slopes.unwrap(), [[1.0, 0.5].repeat(3), [1.0, 0.5].repeat(3)]);
 }
 
-/// A weight that is set once stands for all backwards, also where each step has several.
+/// A weight that is set once holds for all later backwards, also if a step has several of them.
 #[test]
 fn a_weight_set_once_serves_all_micro_batches() {
     let train = |ddp: Ddp| {

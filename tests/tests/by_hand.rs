@@ -22,7 +22,7 @@ impl Pair {
         Pair { a: one(1.0), b: one(1.0) }
     }
 
-    /// Its gradients are `x` for `a`, and `x` for `b` where `b` is used.
+    /// The gradient of `a` is `x`, and so is the gradient of `b` if `uses_b`.
     fn loss(&self, x: f32, uses_b: bool) -> Tensor<1> {
         let loss = self.a.val() * x;
         if uses_b { loss + self.b.val() * x } else { loss }
@@ -33,13 +33,13 @@ fn number(tensor: Option<Tensor<1>>) -> Option<f32> {
     tensor.map(|tensor| tensor.into_scalar::<f32>())
 }
 
-/// Both ranks' results, with deadlines that a hang would meet.
+/// Runs `f` on two ranks and returns their results. A hang ends with an error after a minute.
 fn two_ranks<T: Send>(f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
     let timeout = Duration::from_secs(60);
     Ddp::spawn_with(2, WorldOptions { timeout, ..WorldOptions::default() }, f).unwrap()
 }
 
-/// Burn returns no gradients for tensors that are no leaves.
+/// A tensor returned by `val()` is no leaf, so Burn has no gradient for it.
 #[test]
 fn reads_have_no_gradient_and_their_parameters_do() {
     let kept = |ddp: Ddp| {
@@ -132,7 +132,7 @@ fn an_optimizer_by_hand_that_takes_all_averages_trains() {
     assert_eq!(steps, [Ok(8), Ok(8)]);
 }
 
-/// Gradients that are only looked at move no rank: a copy may be mapped meanwhile.
+/// A step may look at its gradients without using them: the replicas stay equal, even if it maps a copy of the model.
 #[test]
 fn averages_of_a_step_that_is_skipped_are_no_error() {
     let copy = |_: &Ddp, model: Pair, grads: Gradients| {

@@ -65,7 +65,7 @@ fn ranks_that_read_different_files_are_told_what_differs() {
     let ranks = [(0, "0.toml"), (1, "1.json")].map(start);
     let outputs = ranks.map(|rank| rank.wait_with_output().unwrap());
     assert!(outputs.iter().all(|output| !output.status.success()));
-    // Who hears it second may only hear that the first, which hosts the store, has ended.
+    // If rank 0, which hosts the store, gets the error first, the other rank may only report that rank 0 has ended.
     let errors = outputs.iter().map(stderr).collect::<Vec<_>>().concat();
     assert!(
         errors.contains("disagree about micro_batch") && errors.contains("has 8") && errors.contains("has 16"),

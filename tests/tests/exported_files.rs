@@ -1,5 +1,6 @@
-//! Files for other programs. They stay below the target directory, where `tests/exported_files.py` reads them with
-//! those programs' packages; this file reads them by the formats' definitions.
+//! Files for other programs: safetensors and TensorBoard events. This test reads them by the definitions of the
+//! formats. They stay below the target directory, where `tests/exported_files.py` reads them with the formats' Python
+//! packages.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,7 +32,7 @@ impl Mixed {
     }
 }
 
-/// A new directory that stays.
+/// A new directory, which the test does not remove.
 fn directory(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("exported_files").join(name);
     let _ = fs::remove_dir_all(&directory);
@@ -39,7 +40,7 @@ fn directory(name: &str) -> PathBuf {
     directory
 }
 
-/// Name → dtype, shape and bytes of a safetensors file.
+/// Tensors of a safetensors file by name: dtype, shape and bytes.
 fn read(path: &Path) -> BTreeMap<String, (String, Value, Vec<u8>)> {
     let bytes = fs::read(path).unwrap();
     let (length, rest) = bytes.split_at(8);
@@ -66,7 +67,7 @@ fn a_wrapped_model_becomes_a_safetensors_file() {
         let to = directory(name).join(name);
         let paths = Ddp::spawn(2, |ddp| {
             let model = ddp.wrap_with(Mixed::new(&ddp.device()?.autodiff()), &config)?;
-            // A leftover of a killed save goes.
+            // A save removes the temporary file of a killed save.
             fs::write(to.with_file_name(format!("{name}.safetensors.1-0.tmp")), "").unwrap();
             ddp.barrier()?;
             Ok(ddp.save_safetensors(&model, &to)?)

@@ -1,8 +1,8 @@
-//! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time,
-//! nothing stays behind.
+//! Every fault in every phase, with real processes under a launcher: no rank hangs, every error names the faulty rank
+//! in time, and no process or file is left.
 //!
 //! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` draws cause, phase, engine,
-//! placement and encryption at random; `BURN_DDP_SOAK_SEED` repeats a run. Elsewhere the engine is that of
+//! placement and encryption at random; `BURN_DDP_SOAK_SEED` repeats a run. The other tests take the engine from
 //! `BURN_DDP_ENGINE`.
 
 use std::collections::BTreeMap;
@@ -16,14 +16,14 @@ use burn_ddp_tests::job;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 const PHASES: [&str; 5] = ["rendezvous", "wrap", "backward", "barrier", "idle"];
-/// From a death to the last survivor's error.
+/// Longest time from the death of a rank to the last survivor's error.
 const DEATH: Duration = Duration::from_secs(3);
-/// What the jobs are told as `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_JOIN_TIMEOUT`.
+/// `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_JOIN_TIMEOUT` of the jobs.
 const PEER_TIMEOUT: Duration = Duration::from_secs(3);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(6);
-/// For a machine that does many other things at once; more where the job took long to come to its fault.
+/// Extra time for a busy machine; more if the job was slow to reach its fault.
 const SLACK: Duration = Duration::from_secs(10);
-/// No job takes longer to come to its fault, nor to end after it, whatever happens to it.
+/// Longest time of a job until its fault, and again from its fault to its end.
 const END: Duration = Duration::from_secs(50);
 
 #[derive(Clone, Copy, Debug)]
@@ -32,23 +32,23 @@ struct Case<'a> {
     victim: usize,
     phase: &'a str,
     cause: &'a str,
-    /// Instead of that of the environment.
+    /// Engine instead of that of `BURN_DDP_ENGINE`.
     engine: Option<&'a str>,
     placement: Placement,
-    /// Data between processes are encrypted.
+    /// True to encrypt data between processes.
     encrypted: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Placement {
     OneMachine,
-    /// Ranks in turn on two names of this host, so that groups span machines.
+    /// Ranks alternate between two machine names of this host, so that groups span machines.
     TwoMachines,
     /// One core for all ranks and their launcher.
     OneCore,
 }
 
-/// A job, and what it has printed.
+/// A job and its output so far.
 struct Job {
     launcher: Child,
     lines: Receiver<String>,
@@ -118,17 +118,17 @@ impl Job {
         }
     }
 
-    /// Time that is left for the fault, or after it for the end.
+    /// Time left until the fault must have come or, after it, until the job must have ended.
     fn patience(&self) -> Duration {
         END.saturating_sub(self.fault.unwrap_or(self.started).elapsed())
     }
 
-    /// What follows `key` in each line that has it.
+    /// The rest of each line that contains `key`, after the key.
     fn told(&self, key: &str) -> Vec<&str> {
         self.seen.iter().filter_map(|line| line.split_once(key).map(|(_, rest)| rest)).collect()
     }
 
-    /// The end of the job, once all processes are gone and nothing is left of them.
+    /// Waits until all processes of the job are gone and have left nothing.
     fn end(mut self) -> Result<Ended, String> {
         use std::os::unix::process::ExitStatusExt;
         self.read_until("no line has this");
@@ -154,7 +154,7 @@ impl Job {
         let left = || -> Vec<_> {
             std::fs::read_dir(self.temp.path()).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
         };
-        // Whoever tidies up after a killed launcher takes a moment.
+        // After a killed launcher its guardian needs a moment to clean up.
         while !left().is_empty() {
             if Instant::now() > patience {
                 return Err(format!("files are left: {:?}", left()));
@@ -167,7 +167,7 @@ impl Job {
     }
 }
 
-/// What a job leaves.
+/// A job that has ended.
 struct Ended {
     /// Exit code; negative: the signal.
     code: i32,
@@ -177,14 +177,14 @@ struct Ended {
     slack: Duration,
 }
 
-/// Whether a process is there and not a zombie that waits for its parent.
+/// True if a process exists and is no zombie.
 fn is_running(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
     let state = stat.rsplit(')').next().unwrap_or_default().trim_start().chars().next();
     test_kill_process(pid).is_ok() && !matches!(state, None | Some('Z' | 'X'))
 }
 
-/// Runs one case to its end; what was not as it must be.
+/// Runs one case to its end; an error describes the first expectation that did not hold.
 fn try_case(case: Case<'_>) -> Result<(), String> {
     match case.cause {
         "term launcher" | "kill launcher" => launcher_dies(case),
@@ -201,7 +201,6 @@ fn rank_fails(case: Case<'_>) -> Result<(), String> {
 
     let faults = of("FAULT ");
     ensure(faults.len() == 1, format!("{} faults", faults.len()))?;
-    // A victim that panics has a result too, on its way up.
     let errors = of("ERROR ");
     ensure(errors.len() == case.world - 1, format!("{} of {} survivors have an error", errors.len(), case.world - 1))?;
     let limit = match (case.cause, case.phase) {
@@ -213,7 +212,7 @@ fn rank_fails(case: Case<'_>) -> Result<(), String> {
         let took = Duration::from_millis(ms(error).saturating_sub(ms(faults[0])));
         ensure(took <= limit + slack, format!("an error after {took:?}: {error}"))?;
         ensure(error.contains(&format!("rank {}", case.victim)), format!("the culprit is not named: {error}"))?;
-        // Survivors may be a call behind the victim.
+        // A survivor may still be in the call before the victim's.
         let in_call = matches!(case.phase, "backward" | "barrier");
         let named = error.contains("called at") || error.contains("of the model wrapped at");
         ensure(!in_call || named, format!("the operation is not named: {error}"))?;
@@ -238,7 +237,7 @@ fn launcher_dies(case: Case<'_>) -> Result<(), String> {
     if code == expected { Ok(()) } else { Err(format!("exit code {code}, not {expected}: {stderr}")) }
 }
 
-/// A fault in each phase, of ranks on one machine, and on two unless the environment names an engine.
+/// Runs a fault in each phase with ranks on one machine and, unless the environment names an engine, on two.
 fn in_every_phase(cause: &str) {
     let of = |(world, placement)| {
         PHASES.map(|phase| Case { world, victim: 1, phase, cause, engine: None, placement, encrypted: false })
@@ -300,7 +299,7 @@ fn store_host_killed() {
             })
             .collect();
         let outputs: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        // Who has not met yet waits for the master to appear.
+        // A rank that has not joined yet waits for rank 0's store until the join timeout.
         let limit = if phase == "rendezvous" { JOIN_TIMEOUT } else { DEATH };
         assert!(started.elapsed() < limit + SLACK + SLACK, "{phase}: {:?}", started.elapsed());
         for survivor in &outputs[1..] {
@@ -340,7 +339,7 @@ fn soak() {
             victim: below(world),
             phase: PHASES[below(PHASES.len())],
             cause: causes[below(causes.len())],
-            // `None`: as chosen for each group.
+            // `None`: chosen for each group.
             engine: (below(3) > 0).then_some(engine),
             placement,
             encrypted: below(2) == 0,
@@ -355,7 +354,7 @@ fn soak() {
             problems.push(problem);
         }
     }
-    // Each case is counted by its fault and by its place.
+    // Each case is counted twice: by its fault and by its placement.
     println!("{} cases, {} problems: {counts:#?}", counts.values().sum::<usize>() / 2, problems.len());
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }

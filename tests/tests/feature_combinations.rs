@@ -1,4 +1,4 @@
-//! Every feature crossed with every other: N ranks train as plain Burn does on one device with all rows.
+//! Every pair of features: N ranks train like plain Burn on one device with all rows.
 //!
 //! Burn's trainer has a loop of its own: `trainer/main.rs` crosses it with the others, but for `join` (its loaders end
 //! on all ranks at once) and two models (a `Learner` has one).
@@ -26,7 +26,7 @@ enum Feature {
     Join,
     /// The second epoch is trained by another number of ranks.
     ResumeElsewhere,
-    /// The same, and the last micro-batch of the first epoch waits in the checkpoint for its reduction.
+    /// The same; in addition the checkpoint holds the last micro-batch of the first epoch, which is not reduced yet.
     ResumeHeld,
     /// Two wrapped models with an optimizer each.
     TwoModels,
@@ -120,7 +120,7 @@ impl Unit {
     }
 }
 
-/// A weight decay of the user's.
+/// A weight decay that the user's program applies itself.
 struct Shrink;
 
 impl ModuleMapper for Shrink {
@@ -132,7 +132,7 @@ impl ModuleMapper for Shrink {
     }
 }
 
-/// Cell of the table: a feature alone, if both are the same, or two.
+/// Cell of the table: two features, or a single one if both are equal.
 struct Cell([Feature; 2]);
 
 impl Cell {
@@ -189,7 +189,7 @@ impl Cell {
     }
 }
 
-/// Parts of a rank: uneven.
+/// Parts of a rank; their number differs between ranks.
 fn parts(rank: usize, world: usize) -> Vec<usize> {
     let ends: &[usize] = match world {
         1 => &[PARTS],
@@ -230,7 +230,7 @@ fn outcome(run: &Run, units: &[Unit]) -> anyhow::Result<Outcome> {
     Ok(outcome.within(tolerance))
 }
 
-/// Trains with `worlds[epoch]` ranks in each epoch, and returns what the ranks hold after the last.
+/// Trains with `worlds[epoch]` ranks in each epoch, and returns the outcomes of the ranks after the last epoch.
 fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome> {
     let trained = |world, numbers: std::ops::Range<usize>| {
         Ddp::spawn(world, |ddp| {
@@ -299,7 +299,7 @@ fn oracle(cell: &Cell, worlds: [usize; EPOCHS]) -> Outcome {
     outcome.unwrap().remove(0)
 }
 
-/// `feature` alone, and with every later one.
+/// Runs `feature` alone and with every later one.
 fn cross(feature: Feature) {
     let first = ALL.iter().position(|other| *other == feature).expect("the feature is in the list");
     for other in ALL[first..].iter().copied() {

@@ -1,4 +1,4 @@
-//! Gradients come out of backward averaged: fixture F, equality with one big batch, buckets, accumulation.
+//! Averages of gradients after backward: numbers checked by hand, equality with one large batch, buckets, accumulation.
 
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::*;
 
-/// Fixture F: `Linear(1→1)`, w = 1, rank r feeds `[2r, 2r+1]`, loss Σ y².
+/// The gradient of w on each rank, for y = w·x with w = 1, the inputs `[2r, 2r + 1]` on rank r and the loss Σ y².
 fn fixture(reduction: GradientReduction) -> Vec<f32> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -29,7 +29,7 @@ fn fixture_f_mean_is_14_and_sum_is_28() {
     assert_eq!(fixture(GradientReduction::Sum), [28.0, 28.0]);
 }
 
-/// C3: `world` ranks with a part of the batch each follow one rank with the whole batch; bits equal between ranks.
+/// Ranks with a part of the batch each follow one rank with the whole batch, and hold the same bits.
 fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
     const GLOBAL_BATCH: usize = 12;
     const STEPS: usize = 100;
@@ -140,7 +140,7 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
     assert_eq!(many[0].1, 1, "one reduction");
     let d = distance(&[many[0].0.clone()], &[one[0].0.clone()]);
     assert!(d < 1e-14, "{d:e}");
-    // Accumulation alone, without other ranks, is the same arithmetic.
+    // One rank that accumulates micro-batches computes the same.
     let plain = to_f64(Mlp::new(&device().autodiff()));
     let lone = Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();

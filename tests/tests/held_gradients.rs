@@ -1,5 +1,5 @@
-//! Checkpoints that are saved in the middle of an accumulation: a run that goes on from one has the bits of a run
-//! without interruption.
+//! Checkpoints that are saved between the micro-batches of a step: a run that resumes from one ends with the bits of an
+//! uninterrupted run.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ impl Batcher<usize, Vec<usize>> for Together {
     }
 }
 
-/// A model of which each micro-batch leaves a part unused.
+/// A model of which each micro-batch uses only a part.
 #[derive(Module, Debug)]
 struct Net {
     trunk: Linear,
@@ -42,7 +42,7 @@ enum Kind {
     Two,
     NoSync,
     Sharded,
-    /// Of another type than f32. Without momentum, which Burn could not load.
+    /// In a dtype other than f32. Without momentum, whose state Burn cannot load in this dtype.
     Other(DType),
 }
 
@@ -75,8 +75,8 @@ impl Net {
     }
 }
 
-/// Trains, or goes on from the newest checkpoint of `directory`, which is saved after the `save`-th backward. Returns
-/// the hashes of the models; `None` if it stops there.
+/// Trains, resuming from the newest checkpoint of `directory` if there is one. Returns the hashes of the models; or
+/// saves a checkpoint after backward number `save`, stops and returns `None`.
 fn train(
     ddp: &Ddp,
     kind: Kind,
@@ -110,7 +110,7 @@ fn train(
             let batch = batch?;
             let reduces = kind != Kind::NoSync || epoch.step() % 3 == 0 || epoch.step() == epoch.len();
             for (nth, (net, optim)) in units.iter_mut().enumerate() {
-                // Sharded parameters are read by all ranks or by none.
+                // A sharded parameter must be read by all ranks or by none.
                 let branch = backwards + nth + if kind == Kind::Sharded { 0 } else { ddp.rank() };
                 let loss = net.loss(&batch, branch, &device);
                 let grads = match reduces {
@@ -145,13 +145,13 @@ fn train(
     Ok(Some(hashes.join(" ")))
 }
 
-/// Trains without interruption, and with one after each of these backwards: every rank ends with the same bits.
+/// Trains without interruption, and with an interruption after each of `backwards`: every rank ends with the same bits.
 fn interrupt(kind: Kind, worlds: &[usize], backwards: &[usize]) {
     for &world in worlds {
         let never = Ddp::spawn(world, |ddp| train(&ddp, kind, None, None, false)).unwrap();
         for &save in backwards {
             let whole = match kind {
-                // A save brings the statistics together, which rounds.
+                // A save averages the running statistics of the ranks, which rounds.
                 Kind::Norm => {
                     let directory = tempfile::tempdir().unwrap();
                     Ddp::spawn(world, |ddp| train(&ddp, kind, Some(directory.path()), Some(save), false)).unwrap()
@@ -215,7 +215,7 @@ fn slope(ddp: &Ddp, line: &Linear, x: f32) -> anyhow::Result<Option<f32>> {
 
 #[test]
 fn ranks_that_hold_different_numbers_of_micro_batches_go_on_in_any_world() {
-    // Rank 0 holds an input of 6 and 3 items, rank 1 two of 1 item, rank 2 nothing.
+    // Rank 0 holds a micro-batch of 3 items with input 6, rank 1 two micro-batches of 1 item, rank 2 none.
     let directory = tempfile::tempdir().unwrap();
     let config = WrapConfig::new().with_accumulation(3);
     Ddp::spawn(3, |ddp| {
@@ -250,7 +250,7 @@ fn sums_of_sharded_parameters_are_those_of_whole_ones() {
         ddp.backward(&loss, net)?;
         anyhow::Ok(())
     };
-    // One rank that holds all.
+    // One rank that holds all micro-batches.
     let expected = Ddp::spawn(1, |ddp| {
         let net = model(&ddp, Kind::NoSync)?;
         (0..4).try_for_each(|part| ddp.no_sync(&net, || backward(&ddp, &net, part))?)?;

@@ -1,4 +1,4 @@
-//! `ddp.join`: loaders of the user's own that end at different steps, against one rank with all data.
+//! `ddp.join`: loaders of the program that end at different steps, compared with one rank that has all data.
 
 use std::time::Duration;
 
@@ -38,21 +38,21 @@ struct Batch {
     head: usize,
 }
 
-/// What all ranks do.
+/// The data and settings of all ranks.
 #[derive(Debug)]
 struct Case {
     /// `[epoch][rank][micro-batch]`
     epochs: Vec<Vec<Vec<Batch>>>,
     accumulation: usize,
     reduction: GradientReduction,
-    /// Whether each rank says how many items a micro-batch has.
+    /// True if each rank sets the number of items of each micro-batch.
     weighted: bool,
     bucket_cap_bytes: usize,
     overlap: bool,
     replica_check: usize,
 }
 
-/// Numbers for a case.
+/// Random numbers for a case.
 struct Dice {
     seed: u64,
     drawn: usize,
@@ -97,7 +97,7 @@ fn f64_of(value: f64, device: &Device) -> Tensor<1> {
     Tensor::from_data(TensorData::new(vec![value], [1]), (device, DType::F64))
 }
 
-/// On one rank, without burn-ddp: each step takes the micro-batches that any rank has for it, if one rank has them all.
+/// Trains on one device without burn-ddp: a step takes the micro-batches of all ranks that still have data for it.
 fn alone(case: &Case, model: Heads) -> Vec<Vec<f64>> {
     let device = device().autodiff();
     let (mut model, mut optim) = (model, SgdConfig::new().init());
@@ -121,7 +121,7 @@ fn alone(case: &Case, model: Heads) -> Vec<Vec<f64>> {
     values(&model)
 }
 
-/// On each rank: values and hash after the last epoch, and what `join` returned after each.
+/// Trains this rank; returns values and hash after the last epoch, and the result of `join` after each epoch.
 fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64>>, String, Vec<usize>)> {
     let device = ddp.device()?.autodiff();
     let config = WrapConfig::new()
@@ -177,7 +177,8 @@ fn uneven_loaders_follow_one_rank() {
     assert!(uneven > 50, "most cases are even: {uneven}");
 }
 
-/// `batches[epoch][rank]` steps of Adam; this rank's model, its hash, and the statistics that its last forward left.
+/// Trains for `batches[epoch][rank]` steps of Adam; returns this rank's model, its hash, and the running statistics
+/// after its last forward.
 fn train_normed(
     ddp: &Ddp,
     policy: BufferPolicy,
@@ -206,8 +207,8 @@ fn train_normed(
 fn statistics_and_moments_come_from_a_rank_that_trained_to_the_end() {
     for policy in [BufferPolicy::Average, BufferPolicy::Broadcast, BufferPolicy::Local] {
         let ranks = spawn(3, |ddp| {
-            // Rank 0 is the first to join, then the last; rank 2 alone ends the first epoch. Other moments would part
-            // the ranks.
+            // Rank 0 is the first to join, in the next epoch the last; in the first epoch rank 2 trains last and alone.
+            // If the optimizers' moments differed, the ranks would diverge.
             let (model, hash, last) = train_normed(&ddp, policy, &[vec![1, 2, 5]])?;
             assert_eq!(model.statistics(), ddp.group().broadcast_object(Some(last), 2)?, "{policy:?} on {ddp:?}");
             let (_, again, _) = train_normed(&ddp, policy, &[vec![1, 2, 5], vec![4, 4, 0], vec![3, 3, 3]])?;
@@ -237,7 +238,7 @@ fn ranks_that_disagree_hear_of_it() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("rank 1") && error.contains("left"), "{error}");
 
-    // A rank that only leaves its loop is an error for those that train, as ever.
+    // A rank that leaves its loop without `join` is an error for the ranks that train.
     let error = spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(to_f64(Heads::new(&device)))?;
@@ -279,12 +280,12 @@ fn a_layer_whose_passes_all_ranks_make_together_is_refused_at_once() {
     assert!(begin.elapsed() < Duration::from_secs(60), "no rank waits for the deadline");
 }
 
-/// The rank whose loader gave nothing at all, and whose optimizer has no state.
+/// A rank without a single batch joins with an optimizer that has no state.
 #[test]
 fn a_rank_may_have_no_data() {
     let hashes = spawn(2, |ddp| {
         let (_, hash, _) = train_normed(&ddp, BufferPolicy::Average, &[vec![0, 3], vec![2, 2]])?;
-        // Nobody has any.
+        // No rank has a batch.
         let (_, nothing, _) = train_normed(&ddp, BufferPolicy::Average, &[vec![0, 0], vec![0, 0]])?;
         Ok((hash, nothing))
     })

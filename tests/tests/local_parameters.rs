@@ -1,4 +1,4 @@
-//! `WrapConfig::with_local_parameters`: what each rank keeps for itself beside what all ranks share.
+//! `WrapConfig::with_local_parameters`: parameters that each rank trains by itself, beside those that all ranks share.
 
 use std::collections::BTreeMap;
 
@@ -84,7 +84,7 @@ fn each_rank_trains_its_own_part_and_all_train_the_rest() {
     for by_predicate in [false, true] {
         let ranks = Ddp::spawn(2, |ddp| {
             let (rank, device) = (ddp.rank(), ddp.device()?.autodiff());
-            // Other values, and another shape of the first head.
+            // Each rank has different values, and a different shape of the first head.
             let mut model = Net::new(3 + 2 * rank, 1 + 100 * rank as u64, &device);
             let own = by_path(&model, None);
             let config = WrapConfig::new().with_replica_check(1);
@@ -105,7 +105,7 @@ fn each_rank_trains_its_own_part_and_all_train_the_rest() {
                 let plain = ddp.unwrap(model.clone())?;
                 let alone = by_path(&plain, Some(&plain.loss(batch(rank, step, &device)).backward()));
                 let loss = model.loss(batch(rank, step, &device));
-                // Both ways; the second one looks at every leaf.
+                // Both kinds of backward; `ddp.backward` checks every leaf of the model.
                 let grads = if step % 2 == 0 { loss.backward() } else { ddp.backward(&loss, &model)? };
                 seen.push((alone, by_path(&model, Some(&grads))));
                 let grads = GradientsParams::from_grads(grads, &model);
@@ -140,7 +140,7 @@ fn each_rank_trains_its_own_part_and_all_train_the_rest() {
     }
 }
 
-/// True for what is the same in every new model: BatchNorm's statistics.
+/// True for the tensors that are equal in all new models: BatchNorm's statistics.
 fn same(path: &str) -> bool {
     path.starts_with("norm.running")
 }
@@ -161,7 +161,7 @@ fn save_writes_rank_0s_and_compares_what_is_shared() {
     assert_eq!(by_path(&Net::new(3, 77, &device).load_file(path), None), own);
 }
 
-/// The way that the documentation shows, to keep what a checkpoint lacks.
+/// Each rank saves its own part beside the checkpoint, which lacks it, as the documentation shows.
 #[test]
 fn local_parameters_saved_by_hand_go_on_after_a_checkpoint() {
     let directory = tempfile::tempdir().unwrap();

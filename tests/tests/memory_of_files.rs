@@ -1,4 +1,5 @@
-//! Memory that saving and loading need, counted by the allocator of this process: a few parameters, and not a model.
+//! Memory that saving and loading need, counted by the allocator of this process: the size of a few parameters, not of
+//! the model.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -10,7 +11,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 
-/// Bytes in use, and the most that there were since the count began.
+/// Counts the bytes in use, and their maximum since the count began.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -20,13 +21,13 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -62,8 +63,8 @@ impl Deep {
     }
 }
 
-/// Most parameters' worth of memory that `work` of all ranks together had in use at once, beyond what was there before.
-/// Collective.
+/// Runs `work`; returns its result and the most memory that all ranks together had in use during it, beyond the memory
+/// before, as a number of parameters. *Collective*.
 fn parameters_needed<T>(ddp: &Ddp, work: impl FnOnce() -> burn_ddp::Result<T>) -> anyhow::Result<(T, f64)> {
     ddp.barrier()?;
     let before = LIVE.load(Relaxed);
@@ -92,7 +93,7 @@ fn measure(directory: &Path, config: &WrapConfig) -> Vec<(&'static str, f64)> {
         let [Some(of_model), Some(of_state)] = saved.map(|found| found.ok().flatten()) else {
             anyhow::bail!("they were saved")
         };
-        // The values that the loaded ones take the place of go meanwhile.
+        // Loading frees the old values as the loaded ones replace them.
         let (model, extra) = parameters_needed(&ddp, || of_model.model(model))?;
         note("load model", extra);
         drop(optim);
@@ -110,7 +111,7 @@ fn saving_and_loading_need_the_memory_of_some_parameters() {
     const STATE: f64 = 2.0 * PARAMETERS as f64;
     /// Parameters and parts of them that the ranks together read, gather, write and send at once.
     const SOME: f64 = 16.0;
-    /// Copies of what travels at once, of 4 MiB at most, that ranks keep.
+    /// Copies of one message, of at most 4 MiB, that the ranks hold.
     const TRAVELS: f64 = 2.0 * ((4 << 20) / PARAMETER) as f64;
     for sharded in [false, true] {
         let config = match sharded {
@@ -119,12 +120,12 @@ fn saving_and_loading_need_the_memory_of_some_parameters() {
         };
         let directory = tempfile::tempdir().unwrap();
         for (work, needed) in measure(directory.path(), &config) {
-            // Burn takes and makes records of a whole optimizer.
+            // Burn saves and loads the record of an optimizer as a whole.
             let records = match (work, sharded) {
-                // Rank 0's; of the parts of all ranks a record and its bytes.
+                // Rank 0's record; with sharding a record and its bytes, of the parts of all ranks.
                 ("save state", false) => STATE,
                 ("save state", true) => 2.0 * STATE,
-                // The state itself, and a record of it: of all on each rank, or of the parts of all.
+                // The state and a record of it: on each rank of the whole state, or with sharding of its part.
                 ("load state", false) => 2.0 * STATE * RANKS as f64 + TRAVELS,
                 ("load state", true) => 2.0 * STATE,
                 _ => 0.0,

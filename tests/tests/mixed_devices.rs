@@ -9,7 +9,8 @@ use burn_ddp_tests::{Mlp, distance};
 
 type Kind = fn() -> Device;
 
-/// The loss of each step over all ranks, the parameters in the end, and their hash, of rank `r` on `kinds[r]`.
+/// Trains with rank `r` on `kinds[r]`; returns for each rank the loss of each step over all ranks, the final parameters
+/// and their hash.
 fn train(kinds: &[Kind]) -> Vec<(Vec<f64>, Vec<Vec<f64>>, String)> {
     Ddp::spawn(kinds.len(), |ddp| {
         let mut run = Run::new(&ddp)?.with_dtype(DType::F32);
@@ -40,7 +41,7 @@ fn follows_equal_devices(kinds: &[Kind]) {
     assert!(d <= 1e-4, "{d:e}");
 }
 
-/// The reference of the tests below: it learns, and its ranks hold equal parameters.
+/// The reference of the tests below learns, and its ranks hold equal parameters.
 #[test]
 fn equal_devices() {
     follows_equal_devices(&[Device::flex, Device::flex]);

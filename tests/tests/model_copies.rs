@@ -1,5 +1,5 @@
 //! Copies of a wrapped model that are not trained: exponential moving averages, the best model so far. Records,
-//! visitors and mappers see them as they see a model of plain Burn.
+//! visitors and mappers treat them like a model of plain Burn.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -8,7 +8,7 @@ use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::rows;
 
-/// Each rank uses one branch, another one in each step.
+/// Each rank uses one branch, a different one in each step.
 #[derive(Module, Debug)]
 struct Branches {
     trunk: Linear,
@@ -27,7 +27,7 @@ impl Branches {
     }
 }
 
-/// Paths of all that visits and maps show.
+/// Paths of all parameters that visitors and mappers get.
 #[derive(Default)]
 struct Paths {
     path: Vec<String>,
@@ -69,7 +69,7 @@ impl ModuleMapper for Paths {
     }
 }
 
-/// An error unless `model` shows the parameters of a plain model, and its record is that of one.
+/// Checks that visitors of `model` get the parameters of a plain model, and that its record is a plain model's.
 fn check(model: &Branches, when: &str) -> anyhow::Result<()> {
     let plain = Branches::new(&model.trunk.weight.base().device());
     let visited = |model: &Branches| {
@@ -87,7 +87,7 @@ fn check(model: &Branches, when: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Trains on two ranks with copies of several ages beside it.
+/// Trains on two ranks, with copies of the model from several steps.
 fn train(backward: impl Fn(&Ddp, &Tensor<1>, &Branches) -> anyhow::Result<GradientsParams> + Sync) {
     let hashes = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -119,7 +119,7 @@ fn copies_show_parameters_alone_when_gradients_were_taken() {
     train(|_, loss, model| Ok(GradientsParams::from_grads(loss.backward(), model)));
 }
 
-/// `ddp.backward` knows the model, and puts averages where Burn looks for them.
+/// `ddp.backward` gets the model, so it puts averages where Burn looks for them.
 #[test]
 fn copies_show_parameters_alone_from_the_backward_on() {
     train(|ddp, loss, model| {
@@ -130,7 +130,7 @@ fn copies_show_parameters_alone_from_the_backward_on() {
     });
 }
 
-/// Gradients that nobody takes leave nothing behind.
+/// Gradients that no optimizer takes leave nothing behind.
 #[test]
 fn dropped_gradients_leave_nothing_behind() {
     Ddp::spawn(2, |ddp| {
@@ -145,7 +145,7 @@ fn dropped_gradients_leave_nothing_behind() {
     .unwrap();
 }
 
-/// A mapper that changes each parameter by another number, on a copy, between the backward and the step.
+/// A mapper changes each parameter of a copy by a different number, between the backward and the step.
 #[test]
 fn a_mapper_with_a_state_of_its_own_ends_no_job() {
     struct Count(f64);

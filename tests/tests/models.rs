@@ -11,7 +11,7 @@ use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-/// A deadline that no test meets when it goes well, also on a slow and busy machine.
+/// A deadline that is never reached by a test that succeeds, even on a slow and busy machine.
 fn patient() -> WorldOptions {
     let timeout = Duration::from_secs(60);
     WorldOptions { timeout, join_timeout: timeout, ..WorldOptions::default() }
@@ -248,7 +248,7 @@ fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
 
 #[test]
 fn backward_returns_what_went_wrong() {
-    // A loss that does not reach the model, on one rank: the other is told why.
+    // The loss of one rank does not depend on the model: the other rank's error says so.
     let error = Ddp::spawn_with::<()>(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
@@ -298,7 +298,7 @@ fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         if ddp.rank() == 1 {
-            // Leaves without a word; rank 0 is in its backward.
+            // Leaves without a goodbye while rank 0 is in its backward.
             return Ok(());
         }
         let hook = std::panic::take_hook();
@@ -386,8 +386,8 @@ fn collectives_on_tensors_of_every_kind() {
     .unwrap();
 }
 
-/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must
-/// stay equal.
+/// One step of `Branches` in which rank 0 takes the left and rank 1 the right branch, with `between` after the
+/// backward; the parameters of the ranks must stay equal.
 fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
     let plain = Branches::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, patient(), |ddp| {

@@ -1,4 +1,4 @@
-//! Jobs of real processes over tcp: the same numbers as threads and as one rank; faults named in time.
+//! Jobs of real processes over tcp: they train like threads and like one rank, and errors name the faulty rank in time.
 
 use std::collections::HashMap;
 use std::net::TcpListener;
@@ -43,10 +43,10 @@ fn every_world_size_follows_one_rank_with_equal_bits_on_all_ranks() {
     }
 }
 
-/// Far from the deadline of a call, and enough for a slow and busy machine.
+/// Well below the deadline of a call, but enough for a slow and busy machine.
 const SOON_MS: u64 = 15_000;
 
-/// What the survivors of a job of three print when rank 1 fails: milliseconds and message.
+/// The errors of the two survivors of a job in which rank 1 fails: the milliseconds until each, and its message.
 fn survivors(scenario: &str) -> Vec<(u64, String)> {
     let outputs = job(3, &[scenario]);
     [0, 2]
@@ -125,7 +125,7 @@ fn an_unreachable_master_and_a_port_in_use_are_told_with_the_address() {
 
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    // Told to use the port; ranks of one machine need none.
+    // These ranks use the port because of a variable; ranks of one machine do not need it.
     let mut told = rank(0, 2, port, &["hello"]);
     told.envs([("BURN_DDP_RANK", "0"), ("BURN_DDP_WORLD_SIZE", "2"), ("BURN_DDP_STORE", "rank0")]);
     told.env("BURN_DDP_MASTER", format!("127.0.0.1:{port}")).env("BURN_DDP_TRUST_NETWORK", "1");

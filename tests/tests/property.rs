@@ -29,7 +29,8 @@ fn random_models_follow_one_rank() {
 #[test]
 #[ignore = "minutes: the full count, by name"]
 fn ten_thousand() {
-    // Burn keeps graphs that no backward ran through, and sweeps them all in each: a process for some hundred cases.
+    // Burn keeps graphs without a backward and scans all of them in each backward, so a process runs some hundred
+    // cases.
     for first in (0..10_000).step_by(250) {
         let mut these = Command::new(std::env::current_exe().unwrap());
         these.args(["--exact", "one", "--ignored"]).env("BURN_DDP_CASE", format!("{first}..{}", first + 250));
@@ -60,7 +61,7 @@ fn check(seeds: std::ops::Range<u64>) {
     }
 }
 
-/// A model, and what every rank does with it.
+/// A model and its training on every rank.
 #[derive(Debug)]
 struct Plan {
     seed: u64,
@@ -69,7 +70,7 @@ struct Plan {
     frozen: BTreeSet<usize>,
     optim: Optim,
     reduction: GradientReduction,
-    /// Micro-batches per step; `None`: as many as each rank likes, by `no_sync`.
+    /// Micro-batches per step; `None`: each rank has its own number, by `no_sync`.
     accumulation: Option<usize>,
     bucket_cap_bytes: usize,
     steps: Vec<Step>,
@@ -97,9 +98,9 @@ struct Step {
     toggled: Vec<usize>,
     /// `[rank][micro-batch][part]`
     ranks: Vec<Vec<Vec<Part>>>,
-    /// What each rank does between backward and step.
+    /// The change to the model of each rank between backward and step.
     between: Vec<Between>,
-    /// Whether errors are returned.
+    /// True for `ddp.backward`, which returns errors; false for Burn's `backward`.
     fallible: bool,
 }
 
@@ -108,7 +109,7 @@ struct Step {
 struct Part {
     row: usize,
     path: Vec<usize>,
-    /// A way that is computed before, and forgotten or kept alive until after the backward.
+    /// Nodes of another forward before, whose graph is dropped (`false`) or kept until after the backward (`true`).
     aside: Option<(Vec<usize>, bool)>,
 }
 
@@ -121,7 +122,7 @@ enum Between {
     Valid,
 }
 
-/// Numbers for a plan.
+/// Random numbers for a plan.
 struct Dice(u64, usize);
 
 impl Dice {
@@ -226,7 +227,7 @@ enum Node {
     Matrix(Param<Tensor<2>>),
     Norm(LayerNorm),
     Scale(Param<Tensor<1>>),
-    /// The first is used if the sum of the input is positive, else the second.
+    /// The first layer is used if the sum of the input is positive, otherwise the second.
     Pair(Vec<Option<Linear>>),
 }
 
@@ -261,7 +262,7 @@ impl Node {
 
 type Net = Vec<Node>;
 
-/// Deterministic values in f64, wrong ones on ranks other than 0.
+/// Deterministic values in f64. Ranks other than 0 get different ones, which `wrap` has to replace.
 fn fill(model: Net, rank: usize) -> Net {
     struct Fill(u64);
     impl ModuleMapper for Fill {
@@ -305,7 +306,7 @@ fn optimizer(optim: Optim) -> ModuleOptimizer {
     }
 }
 
-/// Trains on one rank, without burn-ddp, with everything that all ranks see.
+/// Trains on one device without burn-ddp, with the data of all ranks.
 fn alone(plan: &Plan) -> Vec<Vec<f64>> {
     let device = device().autodiff();
     let mut model = fill(plan.nodes.iter().map(|&k| Node::new(k, &device)).collect(), 0);

@@ -25,13 +25,13 @@ fn step_on(ddp: &Ddp, model: Normed, batch: Tensor<2>) -> anyhow::Result<Normed>
     Ok(SgdConfig::new().init().step(0.05, model, grads))
 }
 
-/// Where rank `r` starts and how many rows it has in a step: 4, 6, 8 …
+/// The first row of a rank and its number of rows in a step, which is 4, 6, 8 …
 fn share(rank: usize) -> (usize, usize) {
     ((0..rank).map(|r| 4 + 2 * r).sum(), 4 + 2 * rank)
 }
 
-/// One wrapped step on every rank, from one model that all ranks start from; then the statistics of each rank, and
-/// those that each rank's part gives alone.
+/// Makes one step with equal wrapped models. Returns for each rank its statistics after the step, and the statistics
+/// that its own rows alone would give.
 fn one_step(world: usize, policy: BufferPolicy) -> Vec<(Statistics, Statistics)> {
     let device = device().autodiff();
     let origin = Normed::new(&device);
@@ -98,7 +98,8 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
     }
 }
 
-/// Statistics of each rank after a step and a detached forward of its own data, before and after `bring` them together.
+/// Statistics of each rank after a step and a detached forward of its own data, before and after the call `bring`,
+/// which makes them equal.
 fn detached(
     policy: BufferPolicy,
     bring: impl Fn(&Ddp, &Normed) -> anyhow::Result<()> + Sync,
@@ -184,7 +185,7 @@ impl Shifted {
     }
 
     /// Checks that all its tensors recompute activations (equality of devices ignores that), and trains one step: Burn
-    /// panics where tensors with and without meet.
+    /// panics if an operation combines tensors with and without checkpointing.
     fn assert_checkpointing(self, ddp: &Ddp, device: &Device) -> anyhow::Result<()> {
         struct Strategies(Vec<Option<GradientCheckpointingStrategy>>);
         impl ModuleVisitor for Strategies {
@@ -263,11 +264,11 @@ fn statistics_that_left_the_wrapped_model_are_an_error() {
     assert!(error.iter().any(|e| e.contains("valid().train()") && e.contains("ddp.wrap")), "{error:?}");
 }
 
-/// Flips bits of the second number of a matrix: a byte of it, and the bits. A mapper, since `Param::map` would make a
-/// parameter without a tap.
+/// Flips bits of the second number of each matrix: the index of the byte, and the bits. This is a mapper, since
+/// `Param::map` would make a parameter that burn-ddp does not intercept.
 struct Flip(usize, u8);
 
-/// A bit far below the movement of a step. The rounding of a step can undo the lowest.
+/// A bit far below the movement of a step, but not the lowest, which the rounding of a step can restore.
 const LOW: Flip = Flip(0, 1 << 6);
 const SIGN: Flip = Flip(3, 1 << 7);
 
@@ -286,8 +287,8 @@ impl ModuleMapper for Flip {
     }
 }
 
-/// Trains two ranks and flips a bit of one weight on rank 1 after `flip` steps; how many steps each rank did, and the
-/// error.
+/// Trains two ranks and flips a bit of one weight on rank 1 after `flip` steps. Returns the number of steps and the
+/// error of each rank.
 fn flipped(config: &WrapConfig, flip: usize, bit: Flip, frozen: bool) -> Vec<(usize, String)> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -341,8 +342,8 @@ fn loss(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
 }
 
 /// Trains two ranks for 40 steps. Before each optimizer step `fault` may change the model and the learning rate on
-/// rank 1, or give gradients in place of the averages. Each rank's number of comparisons that found rounding, and the
-/// error with its step.
+/// rank 1, or give gradients in place of the averages. Returns each rank's number of comparisons that found rounding
+/// differences, and its error with the step.
 fn faulty(config: &WrapConfig, fault: Fault) -> Vec<(u64, Option<(usize, String)>)> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -385,8 +386,8 @@ fn ranks_that_round_differently_train_on_and_count_it() {
     }
 }
 
-/// Flex sums 4 Mi elements and more on several threads in the order in which they finish, so the norms by which the
-/// ranks clip round differently.
+/// Flex sums 4 Mi elements and more on several threads, in the order in which the threads finish. So each rank's norm
+/// for clipping rounds differently.
 #[test]
 #[ignore = "RAYON_NUM_THREADS=2 cargo test --features rayon --test replica_state norm -- --ignored"]
 fn clipping_by_a_norm_that_rounds_differently_goes_on() {
@@ -590,8 +591,8 @@ struct Careless {
 }
 
 impl Careless {
-    /// `past`: where the second layer's weight is read: 0 through `val()`, 1 through `base()`, 2 through `Deref`, 3
-    /// both ways.
+    /// `past`: how the second layer's weight is read: 0 through `val()`, 1 through `base()`, 2 through `Deref`, 3 both
+    /// ways.
     fn loss(&self, x: Tensor<2>, past: usize) -> Tensor<1> {
         let m = &self.inner;
         let b = match past {

@@ -1,4 +1,4 @@
-//! `ddp.telemetry().report()` on runs with a bottleneck that was put there.
+//! `ddp.telemetry().report()` on runs with an artificial bottleneck.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use burn_ddp::{Cause, Report};
 
 const WORLD: usize = 3;
 const STEPS: usize = 12;
-/// Large beside everything that these runs do otherwise, also on a busy machine.
+/// Duration of a bottleneck: long compared with the rest of a step, even on a busy machine.
 const LONG: Duration = Duration::from_millis(60);
 
-/// What a rank does in every step.
+/// The work of a rank in every step.
 #[derive(Clone, Copy)]
 struct Plan {
     /// Numbers of equal layers, and their width.
@@ -23,9 +23,11 @@ struct Plan {
     width: usize,
     /// Gradients without arithmetic: the loss is the sum of all weights.
     sum: bool,
-    /// Sleeps: in the loader, beside it, in a save. On the last rank, and on the others.
+    /// Sleep in the loader: on the last rank, and on the others.
     loader: [Duration; 2],
+    /// Sleep outside of the loader: on the last rank, and on the others.
     compute: [Duration; 2],
+    /// Sleep in a save.
     save: Duration,
 }
 
@@ -46,7 +48,7 @@ impl Batcher<usize, usize> for SleepingBatcher {
     }
 }
 
-/// The report of a run. All ranks have the same one.
+/// The report of a run, which is the same on all ranks.
 fn run(plan: Plan) -> Report {
     let directory = tempfile::tempdir().unwrap();
     let reports = Ddp::spawn(WORLD, |ddp| {
@@ -96,7 +98,7 @@ fn slow_rank() -> Report {
     run(Plan { compute: [LONG, Duration::ZERO], ..PLAN })
 }
 
-/// The cause that takes most.
+/// The cause with the largest share of the time.
 fn first(report: &Report) -> Option<&Cause> {
     report.bottlenecks.first().map(|bottleneck| &bottleneck.cause)
 }
@@ -105,7 +107,7 @@ fn first(report: &Report) -> Option<&Cause> {
 fn slow_loaders_are_told_from_one_slow_loader() {
     let report = slow_loader();
     assert_eq!(first(&report), Some(&Cause::Data), "{report}");
-    // The loader reads ahead: a little of it is hidden.
+    // The loader reads ahead, so a part of its time is hidden.
     assert!(report.data >= LONG / 2 && report.steps == STEPS as u64 - 1, "{report}");
     let report = slow_loader_of_one_rank();
     assert!(matches!(first(&report), Some(Cause::DataOfSomeRanks { ranks, .. }) if *ranks == [WORLD - 1]), "{report}");
@@ -129,7 +131,7 @@ fn bottlenecks_are_found_five_times_of_five() {
         assert!(matches!(first(&report), Some(Cause::DataOfSomeRanks { ranks, .. }) if *ranks == [2]), "{report}");
         let report = slow_rank();
         assert!(matches!(first(&report), Some(Cause::SlowRanks { ranks, .. }) if *ranks == [2]), "{report}");
-        // 64 MiB of gradients, and no arithmetic for them. Memory is the link, and ranks also compute unevenly on it.
+        // 64 MiB of gradients without arithmetic. The ranks communicate through memory, so they also compute unevenly.
         let report = run(Plan { layers: 4, width: 2048, sum: true, ..PLAN });
         let is_link = |cause: &Cause| matches!(cause, Cause::Gradients { .. });
         assert!(report.bottlenecks.iter().any(|found| is_link(&found.cause)), "{report}");

@@ -1,4 +1,5 @@
-//! ResNet-18 with synchronised batch normalisation: two ranks with half of the batch each are one rank with all of it.
+//! ResNet-18 with synchronised batch normalisation: two ranks with half of the batch each follow one rank with all of
+//! it.
 
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -19,7 +20,7 @@ const STEPS: usize = 10;
 const SIDE: usize = 16;
 const CLASSES: usize = 4;
 
-/// Everything in another dtype.
+/// Casts all parameters and buffers to a dtype.
 struct Cast(DType);
 
 impl ModuleMapper for Cast {
@@ -60,7 +61,7 @@ fn network(device: &Device) -> ResNet<SyncBatchNorm> {
     config.init(device)
 }
 
-/// Pictures of a step, and what is on them.
+/// Pictures of a step, and their classes.
 fn batch(step: usize, dtype: DType, device: &Device) -> (Tensor<4>, Tensor<1, Int>) {
     let shape = [BATCH, 3, SIDE, SIDE];
     let value = |i: usize| ((i * 37 + step * 101) % 89) as f64 / 32.0 - 1.375;
@@ -93,7 +94,7 @@ fn train(ddp: &Ddp, initial: &[u8], dtype: DType) -> Result<Read> {
 
 #[test]
 fn two_ranks_of_8_are_one_rank_of_16_after_10_steps() -> Result<()> {
-    // One initialisation: in f32 a rounding may decide a ReLU, and after that two runs part, whoever makes them.
+    // One initialisation only: in f32 a rounding may switch a ReLU, after which any two runs diverge.
     let device = device();
     device.seed(4);
     let initial = network(&device).into_record().into_bytes().map_err(|e| anyhow::anyhow!("{e}"))?;

@@ -1,10 +1,10 @@
-//! Real processes that stop and go on: batches and dropout are those of a run without interruption.
+//! Real processes that stop and resume: batches and dropout are those of an uninterrupted run.
 
 use std::path::Path;
 
 use burn_ddp_tests::job::{job, line, stderr, stdout};
 
-/// Hash of the model and losses of each rank, after a job in `dir` that stops when `stop` says.
+/// Runs a job in `dir`, which stops after `stop` steps if given; returns the model's hash and the losses of each rank.
 fn train(dir: &Path, stop: Option<usize>) -> Vec<(String, Vec<f32>)> {
     let stop = stop.map(|stop| stop.to_string());
     let args: Vec<&str> = ["dropout", dir.to_str().unwrap()].into_iter().chain(stop.as_deref()).collect();
@@ -24,7 +24,7 @@ fn dropout_goes_on_as_without_the_interruption() {
     assert_eq!(whole[0].0, whole[1].0);
     assert_ne!(whole[0].1, whole[1].1, "each rank has losses of its own");
     assert_eq!(train(never.path(), None), whole, "a second run draws the same");
-    // In the first epoch, at its end, and in the second.
+    // The job stops in the first epoch, at its end, and in the second epoch.
     for stop in [1, 4, 6] {
         let dir = tempfile::tempdir().unwrap();
         let first = train(dir.path(), Some(stop));
@@ -36,7 +36,7 @@ fn dropout_goes_on_as_without_the_interruption() {
     }
 }
 
-/// Random numbers of each rank of a job whose program seeded as `seeded_by` says.
+/// Random numbers of each rank of a job whose program seeds its devices by `seeded_by`.
 fn draws(seeded_by: &str) -> Vec<String> {
     let outputs = job(env!("CARGO_BIN_EXE_rank"), 3, &["draws", seeded_by]);
     let of_rank = |output: &std::process::Output| {

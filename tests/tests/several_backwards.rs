@@ -1,6 +1,6 @@
-//! Steps of several backwards, on copies of the model or on other threads: meta-learning, sharpness-aware
-//! minimisation, gradients that are combined by hand, shared out or late, slow and fast weights. They train in every
-//! world as in plain Burn, though ranks use different parameters, and with parameters in parts.
+//! Steps of several backwards, on copies of the model or on other threads: meta-learning, sharpness-aware minimisation,
+//! gradients that are combined by hand, divided between optimizers or applied late, slow and fast weights. In every
+//! world they train as in plain Burn, although ranks use different parameters, and with sharded parameters.
 
 use std::time::Duration;
 
@@ -18,7 +18,8 @@ use burn_ddp_tests::{distance, rows, to_f64, values};
 /// Rows of a batch, over all ranks.
 const ROWS: usize = 12;
 
-/// A trunk, and experts of which each has a third of the rows: of three ranks each uses one, another in each batch.
+/// A trunk, and experts that have a third of the rows each: each of three ranks uses one, a different one in each
+/// batch.
 #[derive(Module, Debug)]
 struct Routed {
     trunk: Linear,
@@ -32,7 +33,7 @@ impl Routed {
     }
 }
 
-/// What one rank of a world trains on.
+/// The share of one rank in the training.
 #[derive(Clone, Copy)]
 struct Share<'a> {
     device: &'a Device,
@@ -64,8 +65,8 @@ impl Share<'_> {
     }
 }
 
-/// Adds tensors with the parameters' ids, where there are some: the first number times the parameter, plus the second
-/// times the tensor.
+/// A mapper that combines each parameter with the tensor of its id, if there is one: the first number times the
+/// parameter, plus the second times the tensor.
 struct Mix<'a>(&'a GradientsParams, [f64; 2]);
 
 impl ModuleMapper for Mix<'_> {
@@ -89,7 +90,7 @@ fn by_id(model: &Routed) -> GradientsParams {
     read.0
 }
 
-/// The sum of the gradients of two losses, the second only where both have the same sign.
+/// The sum of the gradients of two losses; elements of the second count only where both have the same sign.
 fn surgery(model: &Routed, mut a: GradientsParams, b: &GradientsParams) -> GradientsParams {
     struct Agree<'a>(&'a mut GradientsParams, &'a GradientsParams);
     impl ModuleVisitor for Agree<'_> {
@@ -122,7 +123,7 @@ fn meta_learning(mut model: Routed, share: Share<'_>) -> Routed {
     model
 }
 
-/// The model is stepped by the gradients of a copy that went up the slope.
+/// The model is stepped by the gradients of a copy that has been moved up its gradient.
 fn sharpness_aware(mut model: Routed, share: Share<'_>) -> Routed {
     let mut optim = SgdConfig::new().init();
     for step in 0..3 {
@@ -201,7 +202,7 @@ fn over_copies(mut model: Routed, share: Share<'_>) -> Routed {
     model
 }
 
-/// The gradients of one backward go to three optimizers.
+/// Three optimizers share the gradients of one backward.
 fn in_parts(mut model: Routed, share: Share<'_>) -> Routed {
     let momentum = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut optims = [momentum(), momentum(), momentum()];
@@ -269,7 +270,7 @@ fn they_train_as_plain_burn() {
     }
 }
 
-/// Each has its own group, so ranks need not agree on the order of their backwards.
+/// Each wrapped model has its own group, so ranks need not agree on the order of the models' backwards.
 #[test]
 fn two_models_train_on_two_threads_of_each_rank() {
     let timeout = Duration::from_secs(60);

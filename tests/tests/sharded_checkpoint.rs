@@ -1,5 +1,5 @@
-//! Checkpoints of models with sharded parameters: the files are those of whole models, so that any number of ranks goes
-//! on from them, sharded or not.
+//! Checkpoints of models with sharded parameters: the files are those of whole models, so that any number of ranks can
+//! resume from them, sharded or not.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::{Fill, job};
 
-/// Layers whose rows divide evenly and others, one that is stored transposed, a frozen one, and running statistics.
+/// Layers whose rows divide evenly between ranks and others, a transposed one, a frozen one, and running statistics.
 #[derive(Module, Debug)]
 struct Net {
     tokens: Embedding,
@@ -70,7 +70,7 @@ fn sharded() -> WrapConfig {
     WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1)
 }
 
-/// Trains from step 0 to 6, saves after step 3, and returns the hashes of then and of the end.
+/// Trains from step 0 to 6 and saves after step 3; returns the hashes after step 3 and at the end.
 fn train(directory: &Path, world: usize, config: &WrapConfig, optim: &ModuleOptimizer, later: bool) -> [String; 2] {
     let hashes = Ddp::spawn(world, |ddp| {
         let mut model = ddp.wrap_with(Net::new(&ddp.device()?.autodiff(), ddp.rank()), config)?;
@@ -93,7 +93,7 @@ fn train(directory: &Path, world: usize, config: &WrapConfig, optim: &ModuleOpti
     one_of(hashes.unwrap())
 }
 
-/// Goes on from the checkpoint to step 6. Returns the hashes after loading and at the end.
+/// Resumes from the checkpoint and trains to step 6. Returns the hashes after loading and at the end.
 fn resume(
     directory: &Path,
     world: usize,
@@ -125,7 +125,7 @@ fn resume(
     one_of(hashes.unwrap())
 }
 
-/// The hashes of one rank, which are those of all.
+/// Checks that all ranks have the same hashes, and returns them.
 fn one_of(hashes: Vec<[String; 2]>) -> [String; 2] {
     assert!(hashes.iter().all(|rank| *rank == hashes[0]), "{hashes:?}");
     hashes[0].clone()
@@ -246,14 +246,14 @@ fn what_does_not_fit_is_an_error_on_every_rank() {
         Ok([differ, ways.unwrap_err().to_string(), kind, wide])
     });
     for [differ, ways, kind, wide] in errors.unwrap() {
-        assert!(differ.contains("is in the optimizer's state of rank 0 alone"), "{differ}");
+        assert!(differ.contains("is on rank 0, but not on rank 2"), "{differ}");
         assert!(ways.contains("rank 0 saves model.bpk, rank 1 nothing more"), "{ways}");
         assert!(kind.contains("another optimizer?"), "{kind}");
         assert!(wide.contains("down.weight is [9, 5] f32 in the checkpoint, but [9, 7] f32 in the model"), "{wide}");
     }
 }
 
-/// Real processes: a job of 4 ranks is killed, and 4 and 3 ranks go on.
+/// Real processes: a job of 4 ranks is killed; jobs of 4 and of 3 ranks resume.
 #[test]
 fn a_job_that_was_killed_goes_on() {
     let rank = env!("CARGO_BIN_EXE_rank");

@@ -1,4 +1,4 @@
-//! Memory of sharded training, counted by the allocator. The counters are the process's, so there is one test.
+//! Memory of sharded training, counted by the allocator. The counters belong to the process, so there is only one test.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -19,8 +19,9 @@ static PART_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 static PARTS: AtomicIsize = AtomicIsize::new(0);
 
 thread_local! {
-    /// Blocks of the size of a whole weight that this thread, a rank, holds now, and the most that it held at once.
+    /// Blocks of the size of a whole weight that this thread, a rank, holds now.
     static WHOLE: Cell<isize> = const { Cell::new(0) };
+    /// The most of these blocks that the thread has held at once.
     static MOST_WHOLE: Cell<isize> = const { Cell::new(0) };
 }
 
@@ -52,7 +53,7 @@ fn goes(bytes: usize) {
     }
 }
 
-// SAFETY: passes everything on to the system's allocator, and counts.
+// SAFETY: passes every call on to the system's allocator, and counts.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -93,7 +94,7 @@ impl Stack {
     }
 }
 
-/// Memory of one rank, with the gradients of a step and after it: that of all ranks on average.
+/// Memory of a rank, as the mean of all ranks.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: f64,
@@ -120,7 +121,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
     PART_BYTES.store(WEIGHT_BYTES / world, Ordering::Relaxed);
     let ranks = Ddp::spawn(world, |ddp| {
         let device = ddp.device()?.autodiff();
-        // The barriers hold the other ranks.
+        // The barriers stop the other ranks while the counters are read.
         let held = || -> burn_ddp::Result<Held> {
             ddp.barrier()?;
             let (bytes, parts) = (LIVE.load(Ordering::Relaxed) as f64, PARTS.load(Ordering::Relaxed) as f64);
@@ -129,7 +130,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
         };
         let most = || MOST_WHOLE.replace(WHOLE.get());
         let x = Tensor::<2>::ones([3, WIDTH], &device) * (1 + ddp.rank()) as f32;
-        // Matrix products leave buffers in their threads.
+        // The first matrix products allocate buffers that their threads keep.
         let plain = Stack::new(layers, &device);
         drop(GradientsParams::from_grads(plain.loss(x.clone()).backward(), &plain));
         drop(plain);
@@ -147,7 +148,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
         let mut optim = ddp.optimizer(optim, &model)?;
         let mut memory = None;
         for _ in 0..3 {
-            // Blocks that came from other threads are no blocks of this one when they go.
+            // This thread may have freed blocks of other threads, which its count must not include.
             WHOLE.set(0);
             most();
             let loss = model.loss(x.clone());
@@ -194,7 +195,7 @@ fn sharded_ranks_hold_their_parts_and_few_whole_layers() {
             }
         }
     }
-    // In forward the layer that computes; in backward its gradient, too, and the copy of it that is reduced.
+    // In forward the weight of the layer that computes; in backward also its gradient, and the copy that is reduced.
     let most = 2;
     for layers in [32, 100] {
         for rank in memory(2, layers) {

@@ -1,4 +1,4 @@
-//! `ddp.split`: parts of a job that train for themselves, each as a job of its own would.
+//! `ddp.split`: parts of a job that train independently, each like a job of its own.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -11,7 +11,7 @@ use burn_ddp_tests::job::{job, line, stderr, stdout};
 use burn_ddp_tests::split_training::{self, numbered};
 use burn_ddp_tests::{Mlp, awkward, distance, rows, values};
 
-/// Outcome of each color in a job of its own.
+/// The outcome of each color, trained in a job of its own.
 fn of_own_jobs(world: usize) -> Vec<(String, u64)> {
     let train = |color| Ddp::spawn(world, |ddp| split_training::train(&ddp, color)).unwrap().remove(0);
     vec![train(0), train(1)]
@@ -44,7 +44,7 @@ fn processes_do_over_every_engine() {
     }
 }
 
-/// Cases that are hard on the tap, two at a time.
+/// Cases of `awkward`, two at a time in two parts of a job.
 #[test]
 fn awkward_models_train_in_parts() {
     const CASES: [[&str; 2]; 4] = [
@@ -78,7 +78,7 @@ fn a_part_is_split_again_and_ordered_by_its_keys() {
             None => -1.0,
         };
         assert_eq!(format!("{half:?}").contains("of the job"), !format!("{job:?}").contains("of the job"));
-        // A part that ends leaves the job as it is.
+        // The job goes on after a part of it has ended.
         half.clone().finish()?;
         Ok((half.rank(), half.sum(job.rank() as f64)?, sums, job.sum(1.0)?))
     });
@@ -103,12 +103,13 @@ impl Net {
     }
 }
 
-/// Squared distance of the discriminator's opinion from `target`.
+/// Squared distance of the discriminator's output from `target`.
 fn opinion(d: &Net, x: Tensor<2>, target: f64) -> Tensor<1> {
     (d.forward(x) - target).powf_scalar(2.0).mean()
 }
 
-/// The halves of a GAN live in different parts: the generators send pictures, the discriminators their gradients.
+/// The two models of a GAN train in different parts: the generators send pictures, the discriminators send back the
+/// gradients of the pictures.
 #[test]
 fn the_halves_of_a_gan_train_in_different_parts() {
     const STEPS: usize = 4;
@@ -184,7 +185,7 @@ fn parts_save_load_and_keep_checkpoints_for_themselves() {
         let hash = param_hash(&model)?;
         assert_eq!(param_hash(&found.model(new(99))?)?, hash);
         assert_eq!(param_hash(&new(98).load_file(&path))?, hash);
-        // One write is under way when the job ends.
+        // This checkpoint is still being written when the job ends.
         checkpoints.save(10, |c| c.model(&model))?;
         job.finish()?;
         Ok(hash)
@@ -280,7 +281,7 @@ fn a_model_belongs_to_the_handle_that_wrapped_it() {
         ];
         errors.push(job.join(&mut model, &mut optim).err());
         errors.push(other.check_replicas(&model).err());
-        // Nothing was sent: all goes on.
+        // The calls before have sent nothing, so the groups can still be used.
         part.check_replicas(&model)?;
         job.barrier()?;
         Ok(errors.into_iter().map(|error| error.map_or("none".into(), |e| e.to_string())).collect::<Vec<_>>())
@@ -375,7 +376,7 @@ fn errors_name_ranks_of_the_job() {
     }
 }
 
-/// A rank that fails in one part ends the others, which learn its number in the job.
+/// A rank that fails in one part ends the other parts, too; their errors name its rank in the job.
 #[test]
 fn a_failure_in_one_part_ends_the_job() {
     let options = WorldOptions { timeout: std::time::Duration::from_secs(60), ..WorldOptions::default() };

@@ -1,4 +1,4 @@
-//! `SyncBatchNorm` over ranks is Burn's `BatchNorm` over the batches of all of them. Numbers of torch are in `parity/`.
+//! `SyncBatchNorm` equals Burn's `BatchNorm` over the batches of all ranks. `parity/` compares it with torch.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::{device, distance, number, rows, values};
 
-/// Linear, norm, linear, with either kind of norm.
+/// Linear, norm, linear; the norm is `BatchNorm` or `SyncBatchNorm`.
 #[derive(Module, Debug)]
 struct Net<N: Module> {
     a: Linear,
@@ -36,7 +36,7 @@ impl Plain {
                 let salt = self.0;
                 param.map(|old| {
                     let shape = old.shape();
-                    // Positive, since a variance is among them.
+                    // Positive, since some are variances.
                     let values: Vec<f64> = (0..shape.num_elements()).map(|i| 1.1 + number(i, salt)).collect();
                     let new = Tensor::from_data(TensorData::new(values, shape), (&old.device(), DType::F64));
                     if old.is_require_grad() { new.require_grad() } else { new }
@@ -52,7 +52,7 @@ impl Plain {
         Net { a: self.a, norm: self.norm.into(), b: self.b }
     }
 
-    /// Σ over items, each of several terms.
+    /// Sum of the losses of the items, several terms for each.
     fn loss(&self, x: Tensor<2>) -> Tensor<1> {
         self.b.forward(self.norm.forward(self.a.forward(x.tanh()))).powi_scalar(2).sum()
     }
@@ -64,7 +64,7 @@ impl Sync {
     }
 }
 
-/// Statistics lag one update behind what other threads see.
+/// Values of a model, after its running statistics have been brought up to date.
 fn flushed<M: Module>(model: &M) -> Vec<Vec<f64>> {
     drop(model.valid());
     values(model)
@@ -106,16 +106,16 @@ fn any_split_follows_one_rank() {
             let mine = start(ddp.rank())..start(ddp.rank() + 1);
             let mut input_gradients = Vec::new();
             for step in 0..3 {
-                // A mean over the items of this rank, which counts by their number.
+                // A mean over this rank's items, with their number as the weight.
                 let n = mine.len() as f64;
                 ddp.set_batch_items(n)?;
                 let x = input(mine.clone(), step, &device).require_grad();
-                // Not divided: the backward of Burn's division by a number takes its reciprocal in f32.
+                // A product instead of a division: the backward of Burn's division by a number computes 1/n in f32.
                 let loss = model.loss(x.clone()) * (1.0 / n.max(1.0));
                 let gradients = loss.backward();
                 if !mine.is_empty() {
                     let gradient = x.grad(&gradients).unwrap().into_data();
-                    // Of the sum of what each rank's loss has for its items, where one rank has the mean of all.
+                    // Scaled, since a rank's loss is the mean over its own items, but one rank's the mean over all.
                     input_gradients.push(gradient.iter::<f64>().map(|g| g * n / items as f64).collect::<Vec<f64>>());
                 }
                 let grads = GradientsParams::from_grads(gradients, &model);
@@ -129,7 +129,7 @@ fn any_split_follows_one_rank() {
             assert!(error <= 1e-12, "case {case}, {counts:?}, rank {rank}: {error:e}");
             assert_eq!(*hash, results[0].2, "case {case}, {counts:?}: other bits on rank {rank}");
         }
-        // Step by step, rank by rank.
+        // Ordered by step, then by rank.
         let of_step = |step: usize| results.iter().filter_map(move |r| r.1.get(step)).flatten().copied();
         let got: Vec<f64> = (0..3).flat_map(of_step).collect();
         let error = distance(&[got], &[input_gradients]);
@@ -206,7 +206,7 @@ fn records_are_those_of_burns_layer() {
     let back = Plain::new(13, &device).load_record(synced.into_record());
     assert_eq!(values(&back), expected);
 
-    // What two ranks have trained is a file for plain Burn.
+    // Plain Burn loads the file of a model that two ranks have trained.
     let trained = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(Plain::new(11, &device).synced())?;
@@ -240,7 +240,7 @@ fn it_shows_itself_as_burns_layer_does() {
     assert_eq!(BatchNorm::from(norm).momentum, 0.1);
 }
 
-/// Evaluation, frozen layers and other threads talk to nobody: rank 0 does all of it alone.
+/// Evaluation, frozen layers and other threads do not communicate: rank 0 runs all of them alone.
 #[test]
 fn only_training_is_collective() {
     let values = Ddp::spawn(2, |ddp| {
@@ -259,7 +259,7 @@ fn only_training_is_collective() {
             assert!((again - y).abs() <= 1e-12 * y.abs(), "{again} {y}");
         }
         ddp.barrier()?;
-        // A fork, a clone and what was unfrozen train on.
+        // A fork, a clone and an unfrozen copy still communicate in training.
         let forked = model.clone().fork(&device).freeze().unfreeze();
         Ok(forked.loss(input(ddp.rank()..ddp.rank() + 1, 2, &device)).inner().into_scalar::<f64>())
     })

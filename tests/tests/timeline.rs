@@ -31,7 +31,7 @@ struct Span {
     args: Value,
 }
 
-/// Parses a trace, and checks what every trace keeps to.
+/// Parses a trace, and checks the rules that hold for every trace.
 fn read(file: &Path) -> Vec<Span> {
     let trace: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
@@ -53,7 +53,7 @@ fn read(file: &Path) -> Vec<Span> {
     spans
 }
 
-/// Spans of a row are one after the other, or one inside the other.
+/// Checks that the spans of a row follow each other or lie inside each other.
 fn check_nesting(spans: &[Span]) {
     let mut by_row: BTreeMap<(u64, &str), Vec<&Span>> = BTreeMap::new();
     spans.iter().for_each(|s| by_row.entry((s.rank, &s.row)).or_default().push(s));
@@ -76,8 +76,8 @@ impl Batcher<usize, Tensor<2>> for Together {
     }
 }
 
-/// Trains for [`STEPS`] steps of [`ACCUMULATION`] micro-batches; the parameters' hash, the counters, and those of the
-/// last step.
+/// Trains for [`STEPS`] steps of [`ACCUMULATION`] micro-batches. Returns the parameters' hash, the counters of all
+/// steps and those of the last step.
 fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
     let device = ddp.device()?.autodiff();
     let config = WrapConfig::new().with_accumulation(ACCUMULATION).with_overlap(overlap);
@@ -97,7 +97,7 @@ fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
     Ok((param_hash(&model)?, ddp.telemetry().stats(), ddp.telemetry().last_step()))
 }
 
-/// The same values in every run.
+/// Gives the model the same values in every run.
 fn constant(model: Mlp) -> Mlp {
     struct Fill(usize);
     impl burn::module::ModuleMapper for Fill {
@@ -120,7 +120,7 @@ fn options(file: Option<&Path>) -> WorldOptions {
     WorldOptions { timeline: file.map(Into::into), ..WorldOptions::default() }
 }
 
-/// See `tests/fixtures/earlier_version/README.md`.
+/// `tests/fixtures/earlier_version/README.md` says how the files were made.
 #[test]
 fn files_of_an_earlier_version_are_merged_and_read() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/earlier_version");
@@ -224,7 +224,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
             if ddp.rank() == 1 {
                 std::thread::sleep(Duration::from_millis(50));
             }
-            ddp.mean(0.0)?; // here, and not in backward, the others wait
+            ddp.mean(0.0)?; // the other ranks wait here and not in backward
             model.forward(x).sum().backward();
         }
         Ok(ddp.telemetry().straggler())
@@ -241,7 +241,7 @@ fn the_timeline_of_a_job_that_fails_tells_of_all_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("trace.json");
     let port = FreePort::reserve();
-    // Without a launcher: the survivors put it together. Rank 1 dies in its fourth step.
+    // There is no launcher, so the survivors join the parts of the timeline. Rank 1 dies in its fourth step.
     let start = |r| rank(RANK, r, 3, port.port, &["kill"]).env("BURN_DDP_TIMELINE", &file).spawn().unwrap();
     let outputs: Vec<_> = [0, 1, 2].map(start).into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(outputs.iter().all(|o| !o.status.success()));
@@ -270,7 +270,7 @@ fn a_launcher_puts_together_what_killed_ranks_left() {
     assert_eq!(spans.iter().filter(|s| s.rank == 0 && s.name.starts_with("step ")).count(), 4);
 }
 
-/// The slower rank's median time of a step of the MNIST network on 32 items per rank, two ranks as threads.
+/// The median time of a step on the slower of two ranks, which are threads and train MNIST's network on 32 items each.
 fn mnist_step(file: Option<&Path>) -> Duration {
     let train = |ddp: Ddp| {
         let device = ddp.device()?.autodiff();

@@ -1,4 +1,4 @@
-//! Errors and panics show the line of the program that made the call.
+//! Errors and panics show the line of the program that has made the call.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -20,7 +20,7 @@ impl Batcher<u32, Vec<u32>> for Keep {
     }
 }
 
-/// Rank 1 has failed; each call of rank 0 says where it was made.
+/// After rank 1 has failed, the error of each call of rank 0 shows the line of the call.
 #[test]
 fn every_call_says_where_it_was_made() {
     let directory = tempfile::tempdir().unwrap();
@@ -86,7 +86,7 @@ fn every_call_says_where_it_was_made() {
     assert!(said.iter().all(|(_, text)| text.contains("out of memory")), "{said:#?}");
 }
 
-/// A backward's calls are made by hooks, which do not know its line: errors name the model.
+/// Hooks make the calls of a backward and do not know its line, so the errors name the model instead.
 #[test]
 fn errors_of_a_backward_say_which_model_it_is_of() {
     let said = Mutex::new(None);

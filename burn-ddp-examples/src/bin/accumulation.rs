@@ -4,8 +4,8 @@
 //! cargo run --bin accumulation   # two ranks
 //! ```
 //!
-//! Two ranks with four micro-batches of 8 each follow the curve of two ranks with one batch of 32, with the activations
-//! of 8 in memory. In torch: `with model.no_sync():` around all backwards but the last, and `loss / 4`.
+//! Two ranks with four micro-batches of 8 each follow the loss curve of two ranks with one batch of 32, but hold the
+//! activations of 8 items only. In torch: `with model.no_sync():` around all backwards but the last, and `loss / 4`.
 #![forbid(unsafe_code)]
 
 use burn::data::dataset::transform::PartialDataset;
@@ -42,7 +42,7 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
         sum += loss.clone().into_scalar::<f64>();
-        // Empty for all micro-batches but the last of a step, or of the epoch: the mean over all of their items.
+        // Empty until the last micro-batch of a step or of the epoch; then the mean over all items since the last step.
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         if !grads.is_empty() {
             model = optim.step(0.1, model, grads);

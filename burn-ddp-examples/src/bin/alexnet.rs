@@ -16,8 +16,8 @@ use clap::Parser;
 
 /// Trains AlexNet on pictures, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.05 for steps of
-/// 256 pictures.
+/// Without a launcher, the program starts its ranks itself; under burnrun or torchrun it joins their job.
+/// The default of `--lr` is 0.05 for steps of 256 pictures, and proportional to the pictures of a step.
 #[derive(Parser, Debug)]
 #[command(version)]
 struct Cli {
@@ -25,7 +25,7 @@ struct Cli {
     #[arg(long, default_value_t = 64, value_name = "CHANNELS")]
     width: usize,
 
-    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 32 learns like 2 × 16
+    /// No dropout: runs with equal ranks × batch size, such as 1 × 32 and 2 × 16, then learn alike
     #[arg(long)]
     no_dropout: bool,
 

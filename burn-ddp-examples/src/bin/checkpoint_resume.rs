@@ -51,7 +51,7 @@ fn main() -> anyhow::Result<()> {
             model = optim.step(1e-3, model, grads);
             step += 1;
             if step % 50 == 0 {
-                // All ranks call it; on the disk, complete, when it returns.
+                // All ranks call this. When it returns, the complete checkpoint is on disk.
                 checkpoints.save(step, |c| {
                     c.model(&model)?;
                     c.optimizer(&optim, &model)?;

@@ -88,7 +88,7 @@ impl Numeric for ConfidentMistakes {
     }
 }
 
-/// The value over several batches is their mean, weighted by items: `ddp.metric` needs to know no more.
+/// The value over several batches is their mean weighted by items, which is what `ddp.metric` needs to know.
 impl MeanMetric for ConfidentMistakes {}
 
 #[derive(Module, Debug)]
@@ -143,7 +143,7 @@ fn main() -> anyhow::Result<()> {
         if ddp.is_main() {
             let summary = LearnerSummary::new(&directory, &[NAME]).map_err(anyhow::Error::msg)?;
             for epoch in summary.metrics.valid.iter().flat_map(|metric| &metric.entries) {
-                // In whole test items: nothing is counted twice, nothing is left out.
+                // The share of 1,000 test items is a whole number of items: each item counts once.
                 println!("epoch {}: {:.1} of 1000 test items", epoch.step, 10.0 * epoch.value);
             }
         }

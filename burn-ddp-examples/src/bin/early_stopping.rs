@@ -1,4 +1,4 @@
-//! Early stopping in a loop of your own: every rank must leave in the same epoch.
+//! Early stopping in a loop of your own: every rank must stop in the same epoch.
 //!
 //! ```sh
 //! cargo run --bin early_stopping   # two ranks
@@ -33,7 +33,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
     ddp.seed(&device, 42);
     let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?;
     let mut optim = AdamConfig::new().init();
-    // So few digits that the model soon knows them by heart.
+    // So few digits that the model soon overfits.
     let few = PartialDataset::new(MnistDataset::sample(Split::Train)?, 0, 256);
     let train = ddp.loader(MnistBatcher).batch_size(16).shuffle(42).set_device(device.clone()).build(few)?;
     let test = ddp.eval_loader(MnistBatcher).batch_size(64).build(MnistDataset::sample(Split::Test)?)?;

@@ -1,4 +1,4 @@
-//! Fine-tuning with LoRA: only the small factors are trained, and only their gradients travel.
+//! Fine-tuning with LoRA: only the small factors are trained, and only their gradients are reduced.
 //!
 //! ```sh
 //! cargo run --bin lora   # two ranks
@@ -39,7 +39,7 @@ fn main() -> anyhow::Result<()> {
 fn train(ddp: &Ddp) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
     ddp.seed(&device, 42);
-    // Where a trained model would be loaded: before LoRA, which comes before `wrap`.
+    // A trained model would be loaded here: before `apply_lora`, which comes before `wrap`.
     let model = Mlp {
         hidden: LinearConfig::new(28 * 28, 128).init(&device),
         output: LinearConfig::new(128, 10).init(&device),

@@ -16,7 +16,7 @@ use clap::Parser;
 
 /// Trains a small convolutional network on handwritten digits, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
+/// Without a launcher, the program starts its ranks itself; under burnrun or torchrun it joins their job.
 #[derive(Parser, Debug)]
 #[command(version)]
 pub(crate) struct Cli {

@@ -26,7 +26,7 @@ fn run(args: &LearnerArgs) -> Result<()> {
     args.check()?;
     trainer::launch(args.digits.options.nproc, |ddp| {
         if !ddp.is_main() {
-            // Rank 0's lines go to the experiment's log.
+            // On rank 0, Burn's trainer writes log lines to the log file of the experiment.
             log_to_stderr();
         }
         learner::run(ddp, args)

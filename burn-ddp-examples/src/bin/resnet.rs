@@ -20,8 +20,8 @@ use clap::Parser;
 
 /// Trains a residual network on pictures, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.1 for steps of
-/// 256 pictures.
+/// Without a launcher, the program starts its ranks itself; under burnrun or torchrun it joins their job.
+/// The default of `--lr` is 0.1 for steps of 256 pictures, and proportional to the pictures of a step.
 #[derive(Parser, Debug)]
 #[command(version)]
 pub(crate) struct Cli {
@@ -33,11 +33,11 @@ pub(crate) struct Cli {
     #[arg(long, default_value_t = 64, value_name = "CHANNELS")]
     width: usize,
 
-    /// Let blocks begin as the identity, which helps large steps
+    /// Initialise blocks as the identity, which helps with large batches
     #[arg(long)]
     zero_init_residual: bool,
 
-    /// Normalise by the batch of all ranks, so that 2 × 16 learns like 1 × 32
+    /// Normalise over the batches of all ranks together, so that 2 ranks × 16 items learn like 1 × 32
     #[arg(long)]
     sync_bn: bool,
 

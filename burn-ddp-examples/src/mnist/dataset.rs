@@ -24,9 +24,9 @@ const DEVIATION: f32 = 0.3081;
 /// The two halves of the database, named as its files are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// To learn from: `train-…`.
+    /// Training digits: the files `train-…`.
     Train,
-    /// To be tested with: `t10k-…`.
+    /// Test digits: the files `t10k-…`.
     Test,
 }
 
@@ -46,11 +46,11 @@ pub struct MnistDataset {
 }
 
 impl MnistDataset {
-    /// The digits that this crate carries with it: 4,000 to train, 1,000 to test, all classes alike.
+    /// The digits that are part of this crate: 4,000 to train, 1,000 to test, equally many of each class.
     ///
     /// # Errors
     ///
-    /// None in a program whose files were not damaged before it was built.
+    /// If the crate's files were damaged when the program was built.
     pub fn sample(split: Split) -> Result<Self> {
         macro_rules! carried {
             ($file:literal) => {
@@ -68,7 +68,7 @@ impl MnistDataset {
     ///
     /// # Errors
     ///
-    /// A file that is missing or not what it should be; the error names it.
+    /// If a file is missing or malformed; the error names it.
     pub fn from_dir(dir: &Path, split: Split) -> Result<Self> {
         let prefix = match split {
             Split::Train => "train",
@@ -84,7 +84,7 @@ impl MnistDataset {
         )
     }
 
-    /// Digits from elsewhere.
+    /// A dataset of `items`.
     pub fn from_items(items: Vec<MnistItem>) -> Self {
         Self { items: Arc::new(items) }
     }
@@ -131,7 +131,7 @@ impl Dataset<MnistItem> for MnistDataset {
     }
 }
 
-/// Digits as the model takes them.
+/// A batch of digits, as the model takes it.
 #[derive(Clone, Debug)]
 pub struct MnistBatch {
     /// `[items, 1, SIDE, SIDE]`, mean 0 and deviation 1 over the whole database.

@@ -37,9 +37,7 @@ pub(super) fn load(ddp: &Ddp, data: &Data) -> Result<[MnistDataset; 2]> {
     match data {
         Data::Sample => both(MnistDataset::sample),
         Data::Dir(dir) => both(|split| MnistDataset::from_dir(dir, split)),
-        Data::Full => {
-            ddp.main_first(|| both(download)).context("--data full: MNIST could not be had through Burn's download")
-        }
+        Data::Full => ddp.main_first(|| both(download)).context("--data full: MNIST could not be downloaded by Burn"),
     }
 }
 

@@ -29,7 +29,7 @@ pub struct Idx {
 ///
 /// # Errors
 ///
-/// Content that [`parse`] refuses, a file that cannot be read.
+/// If the file cannot be read, or [`parse`] refuses its content.
 pub fn read(path: &Path, rank: usize) -> Result<Idx> {
     let name = path.display().to_string();
     let file = File::open(path).with_context(|| format!("cannot open {name}"))?;

@@ -19,7 +19,7 @@ use crate::trainer::summary::{Epoch, RankReport, Summary, Work};
 
 /// Trains a small convolutional network on handwritten digits with Burn's trainer, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
+/// Without a launcher, the program starts its ranks itself; under burnrun or torchrun it joins their job.
 #[derive(Parser, Debug, Clone)]
 #[command(version)]
 pub struct LearnerArgs {
@@ -79,7 +79,7 @@ impl InferenceStep for Cnn {
 ///
 /// # Errors
 ///
-/// Data that cannot be had, a peer that failed, a file that cannot be written; an interruption.
+/// If data cannot be read, a peer fails, a file cannot be written, or the training is interrupted.
 pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
     let LearnerArgs { digits, artifacts, accumulate, resume } = args;
     let options = &digits.options;
@@ -122,14 +122,14 @@ pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
     let share = |step| train.plan().share(step, ddp.rank()).len();
     let items = epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>();
     let ranks = RankReport::gather(ddp, &result.model, None, Work { items: items as u64, time })?;
-    // Burn's logs are on rank 0.
+    // Only rank 0 has Burn's logs.
     let written = options.summary.is_some() && ddp.is_main();
     let epochs = if written { epochs(args, time)? } else { Vec::new() };
     let summary = Summary::new(ddp.engine(), train.items_per_step(), &epochs, &ranks);
     summary.conclude(ddp, options.summary.as_deref())
 }
 
-/// Results of all epochs from Burn's logs, also of those before a resume. `time`: duration of this run with its
+/// Results of all epochs, also of those before a resume, from Burn's logs. `time`: duration of this run with its
 /// evaluations.
 fn epochs(args: &LearnerArgs, time: Duration) -> Result<Vec<Epoch>> {
     let summary = LearnerSummary::new(&args.artifacts, &["Accuracy", "Loss"]).map_err(anyhow::Error::msg)?;

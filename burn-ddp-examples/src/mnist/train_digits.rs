@@ -21,7 +21,7 @@ pub struct DigitArgs {
     #[command(flatten)]
     pub options: Options,
 
-    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 32 learns like 2 × 16
+    /// No dropout: runs with equal ranks × batch size, such as 1 × 32 and 2 × 16, then learn alike
     #[arg(long)]
     pub no_dropout: bool,
 
@@ -73,7 +73,7 @@ impl DigitArgs {
 ///
 /// # Errors
 ///
-/// Data that cannot be had, a peer that failed, a file that cannot be written.
+/// If data cannot be read, a peer fails, or a file cannot be written.
 pub fn run(ddp: &Ddp, args: &DigitArgs, steps: &LoopOptions) -> Result<()> {
     let device = ddp.device()?.autodiff();
     let (train, test) = args.loaders(ddp, &device)?;

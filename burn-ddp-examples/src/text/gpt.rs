@@ -1,7 +1,7 @@
 //! A decoder-only transformer over bytes.
 //!
-//! The blocks of GPT-2 (Radford et al. 2019): normalisation before attention and before the perceptron, learned
-//! positions. Every byte is a token, so there is no tokenizer.
+//! Its blocks are those of GPT-2 (Radford et al. 2019): normalisation before attention and before the perceptron,
+//! learned positions. Every byte is a token, so there is no tokenizer.
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
@@ -81,7 +81,7 @@ impl GptConfig {
 }
 
 impl Block {
-    /// `[windows, len, width]` → the same.
+    /// `[windows, len, width]` → the same shape.
     fn forward(&self, x: Tensor<3>, mask: Tensor<3, Bool>) -> Tensor<3> {
         let input = MhaInput::self_attn(self.norm1.forward(x.clone())).mask_attn(mask);
         let x = x + self.dropout.forward(self.attention.forward(input).context);
@@ -112,8 +112,9 @@ impl Gpt {
         CrossEntropyLossConfig::new().init(&device).forward(logits, next.reshape([windows * len]))
     }
 
-    /// `len` bytes after `prompt`, which has at least one: each the most probable, or drawn with the probabilities that
-    /// the model gives where `draw` returns numbers from 0 to less than 1.
+    /// Generates `len` bytes after `prompt`, which has at least one. Where `draw` returns `None`, the next byte is the
+    /// most probable one; where it returns a number in `[0, 1)`, the number samples a byte by the model's
+    /// probabilities.
     pub fn generate(
         &self,
         prompt: &[u8],
@@ -135,7 +136,8 @@ impl Gpt {
     }
 }
 
-/// The byte with the highest score, or the one that `drawn`, from 0 to less than 1, selects by their softmax.
+/// The byte with the highest score, or, if `drawn` is a number in `[0, 1)`, the byte that it samples from the softmax
+/// of the scores.
 fn choose(scores: &[f64], drawn: Option<f64>) -> u8 {
     let (best, top) = scores.iter().copied().enumerate().fold((0, f64::MIN), |a, b| if b.1 > a.1 { b } else { a });
     let Some(drawn) = drawn else { return best as u8 };
@@ -190,7 +192,7 @@ mod tests {
             model = optim.step(0.01, model, grads);
         }
         assert!(model.loss(bytes, next).into_scalar::<f64>() < 0.05);
-        // The second a is followed by another byte than the first: attention, and not only the byte before, decides.
+        // Different bytes follow the two `a`: attention, and not only the byte before, decides.
         assert_eq!(model.valid().generate(b"a", 8, &Device::flex(), || None), b"bcadeabc");
     }
 

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`windows`] | a text as a dataset of windows |
 //! | [`gpt`] | the network |
-//! | [`train_text`] | the options of `gpt`, the loss, a sample of what was learned |
+//! | [`train_text`] | the options of `gpt`, the loss, a generated text |
 
 pub mod gpt;
 pub mod train_text;

@@ -1,4 +1,4 @@
-//! Training of the transformer: the options of `gpt`, the text as loaders, the loss, a sample of what was learned.
+//! Training of the transformer: the options of `gpt`, the text as loaders, the loss, a generated text.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ pub struct TextArgs {
     #[command(flatten)]
     pub steps: LoopOptions,
 
-    /// Any file; its last tenth tests [default: pages of this project's documentation, which come with the program]
+    /// Any file; its last tenth is the test data [default: pages of documentation that come with the program]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
 
@@ -43,7 +43,7 @@ pub struct TextArgs {
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub heads: usize,
 
-    /// Bytes of an item, and the farthest that the transformer looks back
+    /// Bytes of an item, and the longest sequence that the transformer reads
     #[arg(long, default_value_t = 64, value_name = "BYTES")]
     pub context: usize,
 
@@ -55,11 +55,11 @@ pub struct TextArgs {
     #[arg(long)]
     pub shard: bool,
 
-    /// Start of the text that is written after the training
+    /// Start of the text that is generated after the training
     #[arg(long, default_value = "The ", value_name = "TEXT")]
     pub prompt: String,
 
-    /// Bytes that are written after the training; 0 for none
+    /// Bytes that are generated after the training; 0 for none
     #[arg(long, default_value_t = 200, value_name = "BYTES")]
     pub sample: usize,
 }
@@ -88,16 +88,16 @@ impl TextArgs {
     }
 }
 
-/// Trains, evaluates after each epoch, reports, and writes a text on rank 0. *Collective*: every rank calls it with the
-/// same arguments.
+/// Trains, evaluates after each epoch, reports, and prints a generated text on rank 0. *Collective*: every rank calls
+/// it with the same arguments.
 ///
 /// # Errors
 ///
-/// A text that cannot be read, a peer that failed, a file that cannot be written, epochs shorter than a step.
+/// If the text cannot be read, a peer fails, a file cannot be written, or an epoch is shorter than a step.
 pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     let TextArgs { options, steps, context, .. } = args;
     let device = ddp.device()?.autodiff();
-    // Burn's `Linear` may reshape its weight, and would keep it whole until backward.
+    // Burn's `Linear` may reshape its weight; by default the graph would then keep the whole weight until backward.
     let device = if args.shard { device.gradient_checkpointing() } else { device };
     let text = Windows::of_text(args.text.as_deref(), *context)?;
     let (train, test) = loaders(ddp, options, TextBatcher, &device, text)?;
@@ -111,7 +111,7 @@ pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     let sharding = if args.shard { Sharding::Parameters } else { Sharding::Off };
     let training = Training { ddp, options, steps, task: Text, model, optimizer, sharding, train, test, peak_lr };
     let model = training.run()?;
-    // Every rank of a sharded model makes the forwards of a text.
+    // The forward of a sharded model is collective: every rank generates the text.
     if (ddp.is_main() || args.shard) && args.sample > 0 {
         let device = ddp.device()?;
         device.seed(options.seed);

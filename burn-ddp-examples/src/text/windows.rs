@@ -47,7 +47,7 @@ impl Windows {
     ///
     /// # Errors
     ///
-    /// A file that cannot be read, a text whose last tenth holds no window.
+    /// If the file cannot be read, or the last tenth of the text holds no window.
     pub fn of_text(file: Option<&Path>, context: usize) -> Result<[Windows; 2]> {
         let text = match file {
             Some(file) => std::fs::read(file).with_context(|| format!("--text {}: cannot read it", file.display()))?,
@@ -57,7 +57,7 @@ impl Windows {
         let windows = [train, test].map(|part| Windows::new(part, context));
         ensure!(
             windows[1].len() > 0,
-            "a text of {} bytes is too short for --context {context}: its last tenth, which tests, needs {} bytes",
+            "a text of {} bytes is too short for --context {context}: its last tenth, the test data, needs {} bytes",
             text.len(),
             context + 1
         );
@@ -78,9 +78,9 @@ impl Dataset<Window> for Windows {
 /// Windows of a backward on one rank.
 #[derive(Debug, Clone)]
 pub struct TextBatch {
-    /// The bytes that are read, `[windows, context]`.
+    /// Input bytes, `[windows, context]`.
     pub bytes: Tensor<2, Int>,
-    /// The byte after each of them, `[windows, context]`.
+    /// The byte after each input byte, `[windows, context]`.
     pub next: Tensor<2, Int>,
 }
 

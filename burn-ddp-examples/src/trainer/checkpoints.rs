@@ -26,7 +26,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Adds this rank's losses since the last call, and returns the number of its items. *Collective*.
+    /// Adds the losses of all ranks since the last call; returns the number of this rank's items. *Collective*.
     pub(super) fn add(&mut self, ddp: &Ddp, losses: &mut Losses) -> Result<u64> {
         let (loss_sum, items) = std::mem::take(losses).total();
         self.loss_sum += ddp.sum(loss_sum)?;
@@ -34,7 +34,7 @@ impl Progress {
         Ok(items)
     }
 
-    /// Mean loss of the epoch under way, which ends here.
+    /// Ends the epoch under way and returns its mean loss.
     pub(super) fn take_loss(&mut self) -> f64 {
         std::mem::take(&mut self.loss_sum) / std::mem::take(&mut self.items)
     }
@@ -73,7 +73,7 @@ impl Saves {
         let progress: Progress = found.value("progress")?;
         ensure!(
             progress.epochs.len() < epochs,
-            "{} is of the end of a training: ask for more --epochs",
+            "{} was saved at the end of a training: ask for more --epochs",
             found.path().display()
         );
         Ok(progress)
@@ -84,7 +84,7 @@ impl Saves {
         self.checkpoints.is_some() && step.is_multiple_of(self.every)
     }
 
-    /// Saves everything; it is on the disk when this returns. *Collective*.
+    /// Saves a checkpoint, which is on disk when this returns; does nothing without `--checkpoints`. *Collective*.
     pub(super) fn save<M: Module, O: Send + 'static>(
         &self,
         progress: &Progress,

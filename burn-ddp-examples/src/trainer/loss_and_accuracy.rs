@@ -5,7 +5,7 @@ use burn::prelude::*;
 use burn_ddp::data::EvalLoader;
 use burn_ddp::{Ddp, ReduceOp};
 
-/// Losses of an epoch's steps on this rank. They are read when the epoch is over, so that no step waits for the device.
+/// Losses of this rank's steps. They stay on the device and are read together, so that no step waits for the device.
 #[derive(Debug, Default)]
 pub(crate) struct Losses {
     /// Mean loss of a step, `[1]`, and its items.
@@ -30,7 +30,7 @@ impl Losses {
 /// Share of the test items that are recognised, over all ranks, 0–1. Each rank reads its own share, so every item
 /// counts once. `correct` returns the number of recognised items of a batch and the number of all its items.
 /// `collective`: true if `correct` is collective, as with a sharded model; a rank with fewer batches than another then
-/// passes its last one again, which counts once. *Collective*.
+/// calls it again with its last batch, and ignores the result. *Collective*.
 pub(crate) fn accuracy<B: Clone + Send + 'static>(
     ddp: &Ddp,
     test: &EvalLoader<B>,

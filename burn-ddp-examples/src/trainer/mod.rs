@@ -5,7 +5,7 @@
 //! | `options` | their command lines |
 //! | `launch` | starts the ranks; turns errors into exit codes |
 //! | `training_loop` | trains, evaluates and reports; a trainer adds a `Task` |
-//! | `checkpoints` | saves how far a training has come, and goes on from there |
+//! | `checkpoints` | saves a training, and resumes from the newest checkpoint |
 //! | `loss_and_accuracy` | losses and accuracies over all ranks |
 //! | `schedule` | learning rates over a training |
 //! | [`summary`], `display` | results: as JSON for programs, as a table for people |

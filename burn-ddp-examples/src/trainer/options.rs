@@ -47,11 +47,11 @@ pub struct Options {
 /// Options of the trainers with a loop of their own: mnist, resnet, alexnet and gpt.
 #[derive(Args, Debug, Clone)]
 pub struct LoopOptions {
-    /// Backwards per step of the optimizer; those that make no whole step at the end of an epoch are left out
+    /// Backwards per optimizer step; at the end of an epoch, backwards that do not fill a step are left out
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub accumulate: usize,
 
-    /// Course of the learning rate after it has risen during the first tenth of all steps
+    /// Course of the learning rate after a warm-up over the first tenth of all steps
     #[arg(long, value_enum, default_value = "cosine")]
     pub schedule: Schedule,
 
@@ -59,7 +59,7 @@ pub struct LoopOptions {
     #[arg(long, value_name = "DIR")]
     pub checkpoints: Option<PathBuf>,
 
-    /// Also save a checkpoint after so many steps of an epoch [default: after epochs only]
+    /// Also save a checkpoint each time this many steps are done [default: after epochs only]
     #[arg(long, default_value_t = 0, value_name = "STEPS", hide_default_value = true, requires = "checkpoints")]
     pub checkpoint_every: usize,
 }

@@ -36,7 +36,7 @@ pub struct RankReport {
     pub items: u64,
     /// Seconds of training, without evaluations.
     pub seconds: f64,
-    /// Seconds of these during which backward waited for gradients of other ranks.
+    /// Part of `seconds` during which backward waited for gradients of other ranks.
     pub wait_seconds: f64,
     /// Hash of the rank's parameters.
     pub param_hash: String,
@@ -45,8 +45,8 @@ pub struct RankReport {
 }
 
 impl RankReport {
-    /// Reports of all ranks, by rank; this one did `work` with `optimizer`, if it is at hand, and ends with `model`.
-    /// *Collective*.
+    /// Gathers the reports of all ranks, by rank. This rank's report holds its `work`, the hash of its `model`, and the
+    /// memory of the model and, if given, of the `optimizer`. *Collective*.
     pub fn gather<M: Module>(
         ddp: &Ddp,
         model: &M,
@@ -133,7 +133,8 @@ impl Summary {
         std::fs::write(file, text).with_context(|| format!("cannot write the summary to {}", file.display()))
     }
 
-    /// Lines under the table: speed in `items`, as they are called, in total and of each rank, its waiting and memory.
+    /// Lines under the table: speed of the job and of each rank in `items` (a plural noun) per second, and each rank's
+    /// waiting time and memory.
     pub fn speed(&self, items: &str) -> String {
         let mut text = format!(
             "{:.0} {items}/s on {} rank(s), engine {}, {} items per step\n",

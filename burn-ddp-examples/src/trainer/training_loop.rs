@@ -17,7 +17,7 @@ use super::loss_and_accuracy::{Losses, accuracy};
 use super::options::{LoopOptions, Options};
 use super::summary::{Epoch, RankReport, Summary, Work};
 
-/// Loss and answers of a trainer's model on the batches of its loaders.
+/// Loss of a trainer's model on a batch, and the number of items that it classifies correctly.
 pub(crate) trait Task {
     /// The network.
     type Model: Module + 'static;
@@ -96,7 +96,7 @@ impl<T: Task> Training<'_, T> {
         let mut progress = saves.load(&mut model, &mut optimizer, &train, options.epochs)?;
         for epoch in train.epochs(0..options.epochs) {
             let number = epoch.number();
-            // A checkpoint at the end of an epoch may leave some batches of it: those that accumulation leaves out.
+            // A loader resumed from the end of an epoch may begin with the batches that accumulation left out there.
             if number < progress.epochs.len() {
                 continue;
             }
@@ -107,7 +107,7 @@ impl<T: Task> Training<'_, T> {
             for (backward, batch) in epoch.take(left).enumerate() {
                 let (loss, items) = task.loss(&model, batch?, number);
                 losses.push(&loss, items);
-                let grads = ddp.backward(&loss, &model)?; // a step's last: averaged over all its items
+                let grads = ddp.backward(&loss, &model)?; // the last one of a step: the mean over all its items
                 if (backward + 1) % accumulate == 0 {
                     let grads = GradientsParams::from_grads(grads, &model);
                     model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
@@ -124,7 +124,7 @@ impl<T: Task> Training<'_, T> {
             let train_time = start.elapsed();
             work.time += train_time;
 
-            let valid = model.valid(); // no dropout, running statistics, no gradients
+            let valid = model.valid(); // without dropout and gradients, by running statistics
             let test_accuracy = accuracy(ddp, &test, shards, |batch| task.correct(&valid, batch))?;
             let epoch = Epoch { train_loss, test_accuracy, train_time };
             display.end(number, &epoch);

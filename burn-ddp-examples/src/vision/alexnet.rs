@@ -10,7 +10,7 @@ use burn::tensor::activation::relu;
 
 use super::train_pictures::Classifier;
 
-/// Pictures of at least so many pixels go through the paper's layers; smaller ones would not survive its strides.
+/// Pictures with at least this many rows go through the paper's layers, whose strides are too large for smaller ones.
 pub const LARGE: usize = 64;
 
 /// Configuration of the network.
@@ -18,8 +18,8 @@ pub const LARGE: usize = 64;
 pub struct AlexNetConfig {
     /// Number of classes.
     pub classes: usize,
-    /// Rows and columns of a picture. From [`LARGE`] on the first convolution is 11 × 11 with stride 4 and pools are 3
-    /// × 3; below, 3 × 3 with stride 2 and 2 × 2, as is usual for CIFAR-10.
+    /// Rows and columns of a picture. From [`LARGE`] on, the first convolution is 11 × 11 with stride 4 and pools are
+    /// 3 × 3; below, the convolution is 3 × 3 with stride 2 and pools are 2 × 2, as is usual for CIFAR-10.
     pub side: usize,
     /// Channels of the first convolution, 64 in the paper; all other layers follow in proportion.
     pub width: usize,

@@ -1,11 +1,11 @@
 //! Random crops and flips that depend on the seed, the epoch and the picture, and on nothing else.
 //!
-//! So a run repeats whatever its number of ranks, workers and interruptions are: 1 × 32 sees the same pictures as 2 ×
-//! 16.
+//! Runs thus see the same pictures with any number of ranks, workers and interruptions: one rank with batches of 32,
+//! for example, the same as two with 16.
 
 use super::picture::Picture;
 
-/// Padding as a share of a picture's side: 4 of 32 pixels for CIFAR-10.
+/// A picture's side divided by its padding: a picture of 32 pixels, as in CIFAR-10, is padded by 4.
 const PADDING: usize = 8;
 
 /// The augmentation of one epoch: each picture is padded with black, cropped to its size at a random place, and

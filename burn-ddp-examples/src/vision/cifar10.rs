@@ -25,14 +25,14 @@ pub(super) struct Cifar10 {
 ///
 /// # Errors
 ///
-/// A download that fails, now or half-way before.
+/// If the download fails, or an earlier one was cut off.
 pub(super) fn load(limit: usize) -> Result<[Cifar10; 2]> {
     let halves = crate::guarded_download::guarded(|| {
         let cifar10 = CifarDataset::new(CifarType::Cifar10);
         [cifar10.train(), cifar10.test()]
     })
     .context(
-        "CIFAR-10 could not be had through Burn's download; a folder with its pictures can be given as \
+        "CIFAR-10 could not be downloaded by Burn; a folder with its pictures can be given as \
          `--data folder:DIR`",
     )?;
     for (half, expected) in halves.iter().zip([TRAIN, TEST]) {

@@ -6,9 +6,9 @@ use burn::nn::{BatchNorm, BatchNormConfig, Initializer, PaddingConfig2d};
 use burn::prelude::*;
 use burn_ddp::nn::SyncBatchNorm;
 
-/// A batch normalisation: Burn's, over the items of a rank, or one over those of all ranks. Made from Burn's.
+/// A batch normalisation, made from Burn's: over the items of one rank, or over the items of all ranks.
 pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
-    /// `[items, channels, rows, columns]`, and the same again.
+    /// `[items, channels, rows, columns]` → the same shape.
     fn forward(&self, x: Tensor<4>) -> Tensor<4>;
 }
 
@@ -33,8 +33,8 @@ pub struct ConvNorm<N: Module> {
 
 impl<N: Norm> ConvNorm<N> {
     /// Square kernels of `kernel` (odd) pixels, padded so that stride 1 keeps the size. Weights as He et al. 2015
-    /// ("Delving Deep into Rectifiers") draw them, by the fan out. With `zeroed` it yields zeros until it has learned
-    /// better.
+    /// ("Delving Deep into Rectifiers") draw them, by the fan out. With `zeroed`, the scale of the normalisation
+    /// begins as zero, and so does the result.
     pub fn new(channels: [usize; 2], kernel: usize, stride: usize, zeroed: bool, device: &Device) -> Self {
         let padding = kernel / 2;
         let conv = Conv2dConfig::new(channels, [kernel; 2])

@@ -10,7 +10,7 @@ use image::imageops::FilterType;
 
 use super::picture::Picture;
 
-/// One of so many pictures of a class is for the test, where no folders separate them.
+/// One picture in this many of a class is for the test, if there are no folders `train` and `test`.
 const TESTED: usize = 5;
 
 /// Pictures in files; each is read when it is asked for.
@@ -24,9 +24,9 @@ pub struct Folder {
 /// Content of a folder.
 #[derive(Clone, Debug)]
 pub struct Halves {
-    /// To learn from.
+    /// Training pictures.
     pub train: Folder,
-    /// To be tested with.
+    /// Test pictures.
     pub test: Folder,
     /// Names of the classes, in alphabetical order.
     pub classes: Vec<String>,
@@ -41,8 +41,8 @@ impl Halves {
     ///
     /// # Errors
     ///
-    /// Any other file in these folders, by its path; classes without pictures; fewer than two classes; classes that
-    /// occur in the test alone.
+    /// If there is any other file in these folders (the error names it), a class without pictures, a class that occurs
+    /// in the test alone, or fewer than two classes.
     pub fn open(root: &Path, side: usize) -> Result<Self> {
         let train = root.join("train");
         let (train, test, classes) = if train.is_dir() {
@@ -74,8 +74,8 @@ impl Halves {
             }
             ensure!(
                 !test.is_empty(),
-                "{}: every fifth picture of a class is for the test, and no class has five; or make folders train and \
-                 test",
+                "{}: every fifth picture of a class is for the test, and no class has five: add pictures, or make \
+                 folders train and test",
                 root.display()
             );
             (train, test, classes)
@@ -97,7 +97,7 @@ impl Folder {
     }
 
     fn read(&self, path: &Path) -> image::ImageResult<image::RgbImage> {
-        // The format is that of the content, whatever the name.
+        // The content decides the format, not the name.
         let image = ImageReader::open(path)?.with_guessed_format()?.decode()?;
         let side = self.side as u32;
         Ok(image.resize_to_fill(side, side, FilterType::Triangle).into_rgb8())

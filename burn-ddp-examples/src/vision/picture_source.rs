@@ -61,7 +61,7 @@ impl FromStr for Data {
             ("synthetic", "") => Ok(Self::Synthetic),
             ("cifar10", "") => Ok(Self::Cifar10),
             ("folder", dir) if !dir.is_empty() => Ok(Self::Folder(dir.into())),
-            _ => Err("say synthetic, cifar10 or folder:DIR".into()),
+            _ => Err("expected synthetic, cifar10 or folder:DIR".into()),
         }
     }
 }

@@ -9,10 +9,10 @@ use burn::tensor::activation::relu;
 use super::conv_norm::{ConvNorm, Norm};
 use super::train_pictures::Classifier;
 
-/// Pictures of at least so many pixels are made smaller before the first block, as ImageNet's are.
+/// Pictures with at least this many rows are made smaller before the first block, as ImageNet's are.
 pub const LARGE: usize = 64;
 
-/// Layers with weights.
+/// Number of layers with weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Depth {
     /// 8 basic blocks.
@@ -35,7 +35,7 @@ impl Depth {
         }
     }
 
-    /// Width of a block's result as a multiple of its inner layers'.
+    /// Channels of a block's result, as a multiple of the channels of its inner layers.
     fn expansion(self) -> usize {
         match self {
             Self::D18 | Self::D34 => 1,
@@ -47,12 +47,12 @@ impl Depth {
 /// Configuration of the network.
 #[derive(Debug, Clone)]
 pub struct ResNetConfig {
-    /// Layers with weights.
+    /// Number of layers with weights.
     pub depth: Depth,
     /// Number of classes.
     pub classes: usize,
-    /// Rows and columns of a picture: from [`LARGE`] on a 7 × 7 convolution and a pool of stride 2 each come first,
-    /// below a 3 × 3 convolution of stride 1.
+    /// Rows and columns of a picture. From [`LARGE`] on, the first layers are a 7 × 7 convolution and a pool, both of
+    /// stride 2; below, the first layer is a 3 × 3 convolution of stride 1.
     pub side: usize,
     /// Channels of the first stage, 64 in the paper; each stage has twice as many as the one before.
     pub width: usize,
@@ -60,8 +60,8 @@ pub struct ResNetConfig {
     pub zero_init_residual: bool,
 }
 
-/// A residual network. Whatever the normalisation, parameters have the same names: a file of one is a file of the
-/// other.
+/// A residual network. Parameters have the same names with either normalisation, so a file that was saved with one
+/// loads into the other.
 #[derive(Module, Debug)]
 pub struct ResNet<N: Module = BatchNorm> {
     stem: ConvNorm<N>,
@@ -70,7 +70,7 @@ pub struct ResNet<N: Module = BatchNorm> {
     fc: Linear,
 }
 
-/// Layers whose result is added to what goes in.
+/// Layers whose result is added to their input.
 #[derive(Module, Debug)]
 pub struct Block<N: Module> {
     /// Two of 3 × 3, or the bottleneck's 1 × 1, 3 × 3, 1 × 1.

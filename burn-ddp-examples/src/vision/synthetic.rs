@@ -1,4 +1,4 @@
-//! Pictures that are computed: a class has a colour and a pattern, a picture a place, a light and noise of its own.
+//! Pictures that are computed: each class has its colour and pattern, each picture its own shift, light and noise.
 
 use std::f32::consts::TAU;
 
@@ -7,16 +7,16 @@ use burn::data::dataset::{Dataset, DatasetError};
 use super::augment::Random;
 use super::picture::Picture;
 
-/// Computed pictures. Their number, the seed and the index of a picture say all about it.
+/// Computed pictures. A picture depends on its index and on all fields but `len`.
 #[derive(Clone, Copy, Debug)]
 pub struct Synthetic {
     /// Number of pictures.
     pub len: usize,
-    /// Number of classes; they take turns.
+    /// Number of classes; picture `i` is of class `i % classes`.
     pub classes: usize,
     /// Rows and columns.
     pub side: usize,
-    /// Other seeds, other pictures of the same classes.
+    /// Another seed gives other pictures of the same classes.
     pub seed: u64,
 }
 

@@ -67,7 +67,7 @@ pub trait Classifier: Module + 'static {
     fn forward(&self, images: Tensor<4>) -> Tensor<2>;
 }
 
-/// Items of a step for which `lr_of_256` is the highest learning rate; others in proportion (Goyal et al. 2017).
+/// Items of a step for which the default of `--lr` is `lr_of_256`; it is proportional to them (Goyal et al. 2017).
 const ITEMS: f64 = 256.0;
 
 /// Trains the network that `init` makes for a number of classes, evaluates after each epoch and reports. *Collective*:
@@ -78,7 +78,7 @@ const ITEMS: f64 = 256.0;
 ///
 /// # Errors
 ///
-/// Data that cannot be had, a peer that failed, a file that cannot be written, epochs shorter than a step.
+/// If data cannot be read, a peer fails, a file cannot be written, or an epoch is shorter than a step.
 pub fn run<M: Classifier>(
     ddp: &Ddp,
     args: &PictureArgs,

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 
 use free_port::FreePort;
 
-/// `program` with `arguments`, outside of whatever job the tests run in.
+/// Runs `program` with `arguments`, without the launcher's variables of a job in which the tests may run.
 pub(crate) fn run(program: &str, arguments: &str) -> Output {
     let mut command = Command::new(program);
     command.args(arguments.split_whitespace());
@@ -34,7 +34,7 @@ pub(crate) fn shown(program: &str, arguments: &str) -> String {
     shown
 }
 
-/// It ends with an error that says `reason`, not with a panic.
+/// Checks that the program ends with an error that contains `reason`, not with a panic.
 #[track_caller]
 pub(crate) fn fails(program: &str, arguments: &str, reason: &str) {
     let output = run(program, arguments);

@@ -24,7 +24,7 @@ impl Mixture {
     }
 }
 
-/// Each part of the batch goes to the expert that its router likes best, weighed by the router.
+/// Each part of the batch goes to the expert with the largest weight by the router, and is scaled by that weight.
 pub(super) fn routed_by_data(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Mixture::new(&run.device)))?;
     let mut optim = adam();
@@ -41,7 +41,7 @@ pub(super) fn routed_by_data(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// Every expert sees everything.
+/// Every expert sees all rows.
 pub(super) fn soft_mixture(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Mixture::new(&run.device)))?;
     let mut optim = adam();

@@ -1,4 +1,4 @@
-//! Frozen parameters: from the start, for a while, or from some step on.
+//! Frozen parameters: from the start, for some steps, or from some step on.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -16,7 +16,7 @@ fn loss(run: &Run, model: &[Linear], step: usize) -> Tensor<1> {
     run.scale(y.powf_scalar(2.0).sum())
 }
 
-/// Six steps; `change` sees the model before each.
+/// Trains for six steps; `change` may change the model before each.
 fn train(run: &Run, model: Vec<Linear>, change: impl Fn(usize, &mut Vec<Linear>)) -> Result<Outcome> {
     let mut model = run.wrap(model)?;
     let mut optim = adam();
@@ -70,7 +70,8 @@ pub(super) fn frozen_midway(run: &Run) -> Result<Outcome> {
     })
 }
 
-/// Fine-tuning from the head down: all but the last frozen, one more thawed at each step, the head frozen in the end.
+/// Fine-tuning from the head down: all layers but the last begin frozen, each step unfreezes one more, and the last
+/// step freezes the head.
 pub(super) fn thawing_layer_by_layer(run: &Run) -> Result<Outcome> {
     let mut model = layers(run);
     model[..3].iter_mut().for_each(freeze);
@@ -81,13 +82,13 @@ pub(super) fn thawing_layer_by_layer(run: &Run) -> Result<Outcome> {
     })
 }
 
-/// Nothing is left to train: an error, not a silent standstill.
+/// A wrapped model without trainable parameters: its backward is an error, not a step that changes nothing.
 pub(super) fn everything_after_wrap(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
     }
     let train = || {
-        // A rank may hear of another's failure while it still wraps.
+        // A rank may receive the error of another one while it still wraps.
         let model = run.wrap(layers(run))?.freeze();
         // Something outside the model trains, so there is a graph to go through.
         let scale = Tensor::<1>::ones([1], (&run.device, run.dtype)).require_grad();

@@ -55,7 +55,7 @@ fn alternate(run: &Run, quiet: bool) -> Result<Outcome> {
     Ok(run.outcome(&g)?.and(run.outcome(&d)?))
 }
 
-/// The usual GAN loop: the discriminator's taps fire in the generator's step too, and nobody uses what they give.
+/// The usual GAN loop: the generator's step also reduces the discriminator's gradients, which no optimizer uses.
 pub(super) fn detached_and_attached(run: &Run) -> Result<Outcome> {
     alternate(run, false)
 }
@@ -64,7 +64,7 @@ pub(super) fn discriminator_without_gradient(run: &Run) -> Result<Outcome> {
     alternate(run, true)
 }
 
-/// Both losses in one backward, each model takes its gradients from it.
+/// Both losses in one backward; each model takes its own gradients from the result.
 pub(super) fn one_backward_for_both(run: &Run) -> Result<Outcome> {
     let (g, d) = pair(run);
     let (mut g, mut d) = (run.wrap(g)?, run.wrap(d)?);
@@ -82,7 +82,7 @@ pub(super) fn one_backward_for_both(run: &Run) -> Result<Outcome> {
     Ok(run.outcome(&g)?.and(run.outcome(&d)?))
 }
 
-/// One `wrap` for both: a backward reaches only a half of what is wrapped.
+/// One `wrap` for both: each backward reaches only half of the wrapped parameters.
 pub(super) fn wrapped_together(run: &Run) -> Result<Outcome> {
     let (g, d) = pair(run);
     let mut both: Vec<Net> = run.wrap(vec![g, d])?;

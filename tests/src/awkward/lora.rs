@@ -30,7 +30,7 @@ fn train(run: &Run, model: Vec<Linear>, used: impl Fn(usize, usize, usize) -> bo
     run.outcome(&model)
 }
 
-/// LoRA first, then `wrap`: the factors are parameters of their own.
+/// LoRA first, then `wrap`: the factors are ordinary parameters of the wrapped model.
 pub(super) fn adapters(run: &Run) -> Result<Outcome> {
     let model = run.fill(base(run).apply_lora(Lora::new(2, 4.0)));
     train(run, model, |_, _, _| true)

@@ -1,4 +1,4 @@
-//! Several losses in a step: a backward each, or one of their sum.
+//! Several losses in a step: one backward for each, or one backward of their sum.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -32,7 +32,7 @@ pub(super) fn one_backward_each(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(TwoHeads::new(&run.device)))?;
     let mut optim = sgd();
     for step in 0..4 {
-        // Both forwards come first: the second backward finds the graph of its own reads.
+        // Both forwards come before the backwards: each backward has the graph of its own reads.
         let losses = [model.loss(run, step, 0), model.loss(run, step, 1)];
         let [first, second] = losses.map(|loss| GradientsParams::from_grads(loss.backward(), &model));
         model = optim.step(0.05, model, first);
@@ -65,7 +65,8 @@ pub(super) fn sum_of_losses(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// A leaf survives a backward, but the nodes that a tap adds to a read do not: Burn says so, on every rank.
+/// The nodes that burn-ddp adds to a read of a parameter serve one backward; a second backward over the same read is an
+/// error of Burn's on every rank.
 pub(super) fn two_backwards_over_one_read(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
@@ -79,7 +80,7 @@ pub(super) fn two_backwards_over_one_read(run: &Run) -> Result<Outcome> {
         || Ok(run.ddp.backward(&second, &model)?),
         &["already been consumed", "recompute the forward pass"],
     )?;
-    // Nothing was broken by it.
+    // The model still trains.
     let grads = GradientsParams::from_grads(run.ddp.backward(&model.loss(run, 2, 0), &model)?, &model);
     assert_eq!(grads.len(), 4);
     Ok(Outcome::nothing())

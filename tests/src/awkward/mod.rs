@@ -1,5 +1,5 @@
-//! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes
-//! alike, and that also runs alone with the whole batch: what comes out must be the same.
+//! Models whose parameters are hard to intercept. Each case is a function that every rank of a job runs, as a thread or
+//! as a process, and that one rank runs alone with the whole batch: the trained values must be the same.
 
 mod experts;
 mod frozen;
@@ -21,7 +21,7 @@ mod unused;
 
 pub use run::{Outcome, PARTS, Run, adam, sgd};
 
-/// Hands the list of all cases, family by family, to the macro `$then`; with a reason, if one does not work yet.
+/// Passes the list of all cases, by family, to the macro `$then`; a case that does not work yet has a reason.
 #[macro_export]
 macro_rules! awkward_cases {
     ($then:ident) => {
@@ -59,7 +59,7 @@ pub fn run(name: &str, ddp: &burn_ddp::Ddp) -> Option<anyhow::Result<Outcome>> {
     run_with(name, || Run::new(ddp))
 }
 
-/// [`run`] with all parameters sharded that can be.
+/// [`run`] with every parameter sharded that can be.
 pub fn run_sharded(name: &str, ddp: &burn_ddp::Ddp) -> Option<anyhow::Result<Outcome>> {
     run_with(name, || Ok(Run::new(ddp)?.sharded()))
 }

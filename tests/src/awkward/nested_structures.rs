@@ -11,7 +11,7 @@ fn linear(run: &Run) -> Linear {
     LinearConfig::new(6, 6).init(&run.device)
 }
 
-/// Trains with a forward that may choose by step and part.
+/// Trains with a forward that may use different layers for each step and part.
 fn train<M: Module + 'static>(
     run: &Run,
     model: M,
@@ -27,7 +27,7 @@ fn train<M: Module + 'static>(
     run.outcome(&model)
 }
 
-/// Layers in a `Vec`, of which some items skip some.
+/// Layers in a `Vec`; each part of the batch skips some of them.
 pub(super) fn vectors(run: &Run) -> Result<Outcome> {
     let model: Vec<Linear> = (0..4).map(|_| linear(run)).collect();
     train(run, model, |model, x, choice| {

@@ -1,4 +1,4 @@
-//! Every optimizer of Burn, on a model of which each rank uses another part.
+//! Every optimizer of Burn, on a model of which each rank uses different parameters.
 
 use anyhow::Result;
 use burn::grad_clipping::{GradientClipping, GradientClippingConfig};
@@ -69,7 +69,7 @@ pub(super) fn lion(run: &Run) -> Result<Outcome> {
     train(run, LionConfig::new().init())
 }
 
-/// Ids of the matrices; Muon takes nothing else.
+/// Ids of the matrices, the only parameters that Muon can train.
 struct Matrices(Vec<burn::module::ParamId>);
 
 impl ModuleVisitor for Matrices {
@@ -125,7 +125,7 @@ pub(super) fn clipping_by_value(run: &Run) -> Result<Outcome> {
     train(run, SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Value(0.01))).init())
 }
 
-/// The closure is the user's: it says the loss of all ranks, so that all search the same way.
+/// The closure of LBFGS returns the loss over all ranks, so that the line searches of all ranks agree.
 fn with_lbfgs(run: &Run, branch: impl Fn(usize) -> usize) -> Result<Outcome> {
     let layer = || LinearConfig::new(6, 6).init(&run.device);
     let layers: Vec<Linear> = run.fill((0..3).map(|_| layer()).collect());
@@ -151,8 +151,8 @@ pub(super) fn lbfgs(run: &Run) -> Result<Outcome> {
     with_lbfgs(run, |part| 1 + part % 2)
 }
 
-/// LBFGS takes the parameters and the gradients that it is given as one long vector each: their lengths are alike
-/// only if averages of parameters that a rank has not used are among them, and nothing else is.
+/// LBFGS joins the parameters to one vector and the gradients to another. Their lengths are equal only if the gradients
+/// include the averages of parameters that this rank has not used, and nothing else.
 pub(super) fn lbfgs_with_unused(run: &Run) -> Result<Outcome> {
     with_lbfgs(run, |part| 1 + part / 3)
 }

@@ -18,7 +18,7 @@ use burn::tensor::Tensor;
 
 thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
 
-/// Runs `f` with failing backwards.
+/// Runs `f` while backwards through [`trap`] on this thread panic.
 pub fn armed<T>(f: impl FnOnce() -> T) -> T {
     struct Disarm;
     impl Drop for Disarm {
@@ -31,7 +31,7 @@ pub fn armed<T>(f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// `x`, with a bomb in its backward.
+/// Returns `x`; its backward panics on a thread that runs [`armed`].
 pub fn trap<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::bomb(x.into_dispatch()))
 }

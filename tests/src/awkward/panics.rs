@@ -9,7 +9,8 @@ use burn_ddp::WrapConfig;
 use super::panicking_op::{armed, trap};
 use super::{Outcome, Run, sgd};
 
-/// The bomb lies between two layers: when it goes off, only the last one has its gradients.
+/// The backward of a step for which `falls` is true panics between two layers: only the last one has its gradients. The
+/// rank then repeats the step.
 fn survive(run: &Run, config: WrapConfig, falls: impl Fn(usize) -> bool) -> Result<Outcome> {
     let init = || LinearConfig::new(6, 6).init(&run.device);
     let mut model: Vec<Linear> = run.wrap_bare(run.fill(vec![init(), init()]), config)?;
@@ -31,12 +32,12 @@ fn survive(run: &Run, config: WrapConfig, falls: impl Fn(usize) -> bool) -> Resu
     Ok(Outcome { hash: burn_ddp::param_hash(&model)?, values: run.values(&model), tolerance: 1e-10 })
 }
 
-/// All ranks fall in the same steps, and go on.
+/// The backwards of all ranks panic in the same steps.
 pub(super) fn every_rank_goes_on(run: &Run) -> Result<Outcome> {
     survive(run, WrapConfig::new(), |step| step % 2 == 1)
 }
 
-/// One rank falls before anything was sent, and repeats the backward while the others wait for it.
+/// The backward of one rank panics before it has sent anything; the rank repeats it while the others wait.
 pub(super) fn one_rank_goes_on(run: &Run) -> Result<Outcome> {
     survive(run, WrapConfig::new(), |step| run.ddp.rank() == step % 3)
 }

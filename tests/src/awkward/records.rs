@@ -1,4 +1,4 @@
-//! Copies, moves and records of a model between steps. Afterwards each rank uses another part of it.
+//! Copies, moves and records of a model between steps; before and after, each rank uses different parameters.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -18,7 +18,7 @@ fn loss(run: &Run, model: &Branches, step: usize) -> Tensor<1> {
     run.over_parts(|part| model.loss(run.x(step, part), (part / 2 + step) % 3))
 }
 
-/// Trains, changes the model, trains on: with what was pending before and what is unused after.
+/// Trains, and applies `change` to the model after every second step, although some ranks have not used all parameters.
 fn around(run: &Run, change: impl Fn(Branches) -> Result<Branches>) -> Result<Outcome> {
     let mut model = run.wrap(plain(run))?;
     let mut optim = adam();
@@ -45,21 +45,21 @@ pub(super) fn valid_and_train(run: &Run) -> Result<Outcome> {
     around(run, |model| Ok(model.valid().train()))
 }
 
-/// In plain Burn a moved parameter is no leaf any more, and its second backward fails. Here the first one says what to
-/// do.
+/// In plain Burn a moved parameter is no leaf any more, and its second backward fails. In a wrapped model the first
+/// backward fails, with an error that says what to do.
 pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
     }
     let train = || {
-        // A rank may hear of another's failure while it still wraps.
+        // A rank may receive the error of another one while it still wraps.
         let model = run.wrap(plain(run))?.to_device(&run.device);
         Ok(run.ddp.backward(&loss(run, &model, 0), &model)?)
     };
     run.expect_error(train, &["not a leaf", "`fork`"])
 }
 
-/// The record of a wrapped model, into another wrapped one, which has the ids of the record then.
+/// Loads the record of a wrapped model into another wrapped model, which then has the ids of the record.
 fn replaced(run: &Run, model: Branches) -> Result<Branches> {
     let other = run.wrap_bare(crate::to_f64(Branches::new(3, &run.device)), WrapConfig::new())?;
     Ok(other.load_record(model.into_record()))
@@ -80,7 +80,8 @@ pub(super) fn from_wrapped_to_wrapped(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// The plain backward does not: averages of unused parameters miss the optimizer, which ends the job.
+/// The plain backward does not notice new ids: averages of unused parameters do not reach the optimizer, which ends the
+/// job.
 pub(super) fn loaded_behind_the_taps_back(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
@@ -105,7 +106,7 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
     model = model.load_record(file.into_record());
     let mut optim = adam();
     for step in 0..4 {
-        // Ids are new: this form notices.
+        // `ddp.backward` notices the new ids.
         let grads = run.checked_backward(&loss(run, &model, step), &model)?;
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
@@ -113,7 +114,7 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// The record of a wrapped model is a plain one; `wrap` takes it up again.
+/// The record of a wrapped model loads into a plain model, which `wrap` wraps again.
 pub(super) fn from_wrapped_to_plain(run: &Run) -> Result<Outcome> {
     around(run, |model| {
         let plain = Branches::new(3, &run.device).load_record(model.into_record());
@@ -125,7 +126,7 @@ pub(super) fn unwrap_and_wrap(run: &Run) -> Result<Outcome> {
     around(run, |model| run.wrap_bare(run.ddp.unwrap(model)?, WrapConfig::new()))
 }
 
-/// An optimizer is saved on every rank and taken up again; ids stay. Burn loads its state as f32.
+/// Every rank saves its optimizer and loads it again; parameters keep their ids. Burn loads the state as f32.
 pub(super) fn optimizer_record(run: &Run) -> Result<Outcome> {
     let run = &run.with_dtype(DType::F32);
     let mut model = run.wrap(plain(run))?;
@@ -156,7 +157,7 @@ pub(super) fn a_copy_is_kept_aside(run: &Run) -> Result<Outcome> {
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
     }
-    // Its averages still wait for an optimizer; without its taps it has none.
+    // The copy still holds averages for an optimizer; `unwrap` removes them.
     let best = run.ddp.unwrap(best.expect("there were steps"))?;
     Ok(run.outcome(&model)?.and(run.outcome(&best)?))
 }

@@ -30,7 +30,7 @@ impl Cell {
     }
 }
 
-/// `reads(step)` times in each step.
+/// Reads the cell's parameters `reads(step)` times in each step.
 fn unrolled(run: &Run, reads: impl Fn(usize) -> usize) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Cell::new(&run.device)))?;
     let mut optim = sgd();

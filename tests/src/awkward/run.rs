@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{number, rows, values, widest};
 
-/// Parts of a global batch, which the ranks share out: divides by every world size that is tried.
+/// Number of parts of a global batch, which the ranks share; divisible by every world size of the tests.
 pub const PARTS: usize = 6;
 /// Rows of a part.
 const ROWS: usize = 2;
@@ -49,19 +49,19 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// For cases that are about what one rank sees, and have asserted it.
+    /// The outcome of a case that has made its assertions on each rank and leaves nothing to compare.
     pub fn nothing() -> Self {
         Self::default()
     }
 
-    /// For narrow dtypes, and for what amplifies rounding.
+    /// The outcome with another tolerance: for narrow dtypes, and for trainings that amplify rounding.
     #[must_use]
     pub fn within(mut self, tolerance: f64) -> Self {
         self.tolerance = tolerance;
         self
     }
 
-    /// Both models.
+    /// The outcome of the models of both.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.hash += &other.hash;
@@ -78,7 +78,7 @@ impl Run {
         Ok(Run { ddp: ddp.clone(), device, dtype, sharded: false, on_all_data: false, started: RefCell::default() })
     }
 
-    /// The run with all parameters sharded that can be.
+    /// The run with every parameter sharded that can be.
     #[must_use]
     pub fn sharded(self) -> Self {
         Run { sharded: true, ..self }
@@ -90,7 +90,7 @@ impl Run {
         Run { on_all_data: true, ..self }
     }
 
-    /// The same rank with other numbers.
+    /// A run of the same rank in another dtype.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Self {
         let (ddp, device) = (self.ddp.clone(), self.device.clone());
@@ -98,12 +98,12 @@ impl Run {
         Run { ddp, device, dtype, sharded, on_all_data, started: RefCell::default() }
     }
 
-    /// Whether this is the run that the others are compared with.
+    /// True for the run with which the others are compared: plain Burn on one rank.
     pub fn is_oracle(&self) -> bool {
         self.ddp.world_size() == 1
     }
 
-    /// Parts of the batch that are this rank's.
+    /// This rank's parts of the batch.
     pub fn parts(&self) -> Range<usize> {
         if self.on_all_data {
             return 0..PARTS;
@@ -123,26 +123,26 @@ impl Run {
         rows((step * PARTS + parts.start) * ROWS, parts.len() * ROWS, COLUMNS, 1, self.dtype, &self.device)
     }
 
-    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact
-    /// arithmetic.
+    /// Scales a sum over this rank's items to a loss: the mean of all ranks' losses is the sum over all items / 8, in
+    /// exact arithmetic.
     pub fn scale(&self, sum: Tensor<1>) -> Tensor<1> {
         let shares = if self.on_all_data { 1 } else { self.ddp.world_size() };
         sum * (shares as f64 / 8.0)
     }
 
-    /// The same for a loss of several terms, one for each part of the batch.
+    /// [`Run::scale`] of the sum of `loss` over this rank's parts of the batch.
     pub fn over_parts(&self, loss: impl FnMut(usize) -> Tensor<1>) -> Tensor<1> {
         let sum = self.parts().map(loss).reduce(|a, b| a + b);
         self.scale(sum.expect("every rank has a part"))
     }
 
-    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the
-    /// dtype. On ranks other than 0 they are wrong: `wrap` has to replace them.
+    /// Gives every trainable parameter values that depend only on its place in the model, and all float parameters this
+    /// run's dtype. Ranks other than 0 get different values, which `wrap` has to replace.
     pub fn fill<M: Module>(&self, model: M) -> M {
         self.fill_as(model, Some(self.dtype))
     }
 
-    /// [`Run::fill`], with every parameter's own dtype if there is none given.
+    /// [`Run::fill`] in another dtype; for `None` every parameter keeps its own.
     pub fn fill_as<M: Module>(&self, model: M, dtype: Option<DType>) -> M {
         struct Fill {
             salt: u64,
@@ -181,7 +181,7 @@ impl Run {
 
     /// [`Run::wrap`] with settings of the case.
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: WrapConfig) -> Result<M> {
-        // Both ways to reduce: beside backward and after it.
+        // Threads reduce during backward, processes after it: both ways are tested.
         let overlap = self.ddp.engine() == "threads";
         let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500).with_overlap(overlap);
         let model = self.wrap_bare(model, config)?;
@@ -205,13 +205,13 @@ impl Run {
         Ok(self.ddp.wrap_with(model, &config)?)
     }
 
-    /// `optim`, if it can train `model`.
+    /// Returns `optim` once `ddp.optimizer` has checked that it can train `model`.
     pub fn checked<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         Ok(self.ddp.optimizer(optim, model)?)
     }
 
-    /// All values of a model, the whole of sharded parameters; none of a sharded model that has LoRA, which `unwrap`
-    /// does not take.
+    /// All values of a model, of sharded parameters the whole ones. Empty for a sharded model with LoRA, which `unwrap`
+    /// refuses.
     pub fn values<M: Module>(&self, model: &M) -> Vec<Vec<f64>> {
         match self.sharded {
             true => self.ddp.unwrap(model.clone()).map(|whole| values(&whole)).unwrap_or_default(),
@@ -219,18 +219,18 @@ impl Run {
         }
     }
 
-    /// `ddp.backward`; on the oracle, Burn's.
+    /// `ddp.backward`, or Burn's own backward in the oracle.
     pub fn checked_backward<M: Module>(&self, loss: &Tensor<1>, model: &M) -> Result<Gradients> {
         Ok(if self.is_oracle() { loss.backward() } else { self.ddp.backward(loss, model)? })
     }
 
-    /// One step as a user writes it.
+    /// Backward and optimizer step, as a user writes them.
     pub fn step<M: Module>(&self, optim: &mut ModuleOptimizer, model: M, loss: Tensor<1>) -> M {
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         optim.step(0.1, model, grads)
     }
 
-    /// What is left of a model that was trained.
+    /// The outcome of a trained model.
     pub fn outcome<M: Module>(&self, model: &M) -> Result<Outcome> {
         let now = self.values(model);
         ensure!(now.iter().flatten().all(|v| v.is_finite()), "training diverged, so nothing can be compared");
@@ -240,7 +240,7 @@ impl Run {
         Ok(Outcome { hash: param_hash(model)?, values: now, tolerance })
     }
 
-    /// Whether `run` fails on this rank, with a message that has all `words`. For cases that cannot work.
+    /// Checks that `run` fails on this rank with a message that contains all `words`. For cases that cannot work.
     pub fn expect_error<T>(&self, run: impl FnOnce() -> Result<T>, words: &[&str]) -> Result<Outcome> {
         use std::panic::{AssertUnwindSafe, catch_unwind};
         let text = match catch_unwind(AssertUnwindSafe(run)) {

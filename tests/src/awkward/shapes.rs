@@ -45,7 +45,7 @@ struct Hollow {
     after: Param<Tensor<2>>,
 }
 
-/// Parameters without elements, one of them read, one not.
+/// Two parameters without elements: one is read, the other is not.
 pub(super) fn empty_tensors(run: &Run) -> Result<Outcome> {
     let model = Hollow {
         before: param([6, 6], &run.device),
@@ -66,7 +66,7 @@ pub(super) fn empty_tensors(run: &Run) -> Result<Outcome> {
 
 pub(super) fn ten_thousand_tiny(run: &Run) -> Result<Outcome> {
     let model: Vec<Param<Tensor<1>>> = (0..10_000).map(|_| param([2], &run.device)).collect();
-    // Buckets of the usual size: what is tried is the number of parameters.
+    // Buckets of the default size: this case is about the number of parameters.
     let mut model = run.ddp.wrap(run.fill(model))?;
     let mut optim = sgd();
     for step in 0..2 {
@@ -105,7 +105,7 @@ pub(super) fn five_dimensions(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// 8 of 500 rows are touched in a step, other ones on each rank.
+/// A step reads 8 of 500 rows, different ones on each rank.
 pub(super) fn embedding_with_few_touched_rows(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(EmbeddingConfig::new(500, 4).init(&run.device)))?;
     let mut optim = adam();

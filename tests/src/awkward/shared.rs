@@ -21,7 +21,7 @@ impl Tied {
     }
 }
 
-/// Weight tying as torch users know it: one `Param`, read for the way in and for the way out.
+/// Weight tying as torch users know it: one `Param`, read by the first and by the last operation.
 pub(super) fn weight_read_twice(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Tied::new(&run.device)))?;
     let mut optim = sgd();
@@ -49,7 +49,7 @@ pub(super) fn one_read_used_twice(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// A language model's table, used to look up and to score.
+/// A language model whose embedding is also its output layer.
 #[derive(Module, Debug)]
 struct Language {
     table: Embedding,
@@ -90,8 +90,8 @@ pub(super) fn layer_in_two_places(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them.
-/// Which of them a part of the batch reads changes.
+/// Two clones of one `Param`, which share a leaf in Burn until the first optimizer step moves one of them. Each part of
+/// the batch reads one of the two, another one in the next step.
 pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
     let one: Linear = run.fill(LinearConfig::new(6, 6).init(&run.device));
     let mut model = run.wrap(vec![one.clone(), one])?;

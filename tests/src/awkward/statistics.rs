@@ -1,4 +1,5 @@
-//! Running statistics. A rank normalises by its own batch, so there is no oracle; the ranks have to agree.
+//! Running statistics. A rank normalises by its own batch, so plain Burn with the whole batch has other values; the
+//! test only compares the ranks.
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -24,7 +25,7 @@ fn train(run: &Run, config: WrapConfig) -> Result<Outcome> {
         let h = model.norm.forward(model.before.forward(run.batch(step)));
         let loss = run.scale(model.after.forward(h).powf_scalar(2.0).sum());
         model = run.step(&mut optim, model, loss);
-        // What evaluation sees is the same on all ranks.
+        // Evaluation computes the same values on all ranks.
         let y = model.valid();
         let y = y.after.forward(y.norm.forward(y.before.forward(run.x(99, 0).inner()))).sum().into_scalar::<f64>();
         ensure!(

@@ -40,7 +40,7 @@ pub(super) fn both_in_one_loss(run: &Run) -> Result<Outcome> {
     Ok(run.outcome(&a)?.and(run.outcome(&b)?))
 }
 
-/// One of them takes two micro-batches to a step, the other one.
+/// One model takes two micro-batches per step, the other one takes one.
 pub(super) fn with_accumulation(run: &Run) -> Result<Outcome> {
     let mut a = run.wrap_with(model(run), WrapConfig::new().with_accumulation(2))?;
     let mut b = run.wrap(model(run))?;
@@ -60,7 +60,7 @@ pub(super) fn with_accumulation(run: &Run) -> Result<Outcome> {
     Ok(run.outcome(&a)?.and(run.outcome(&b)?))
 }
 
-/// The second `wrap` is an error on every rank; the model goes on.
+/// The second `wrap` of a model is an error on every rank; the model still trains.
 pub(super) fn wrapped_twice(run: &Run) -> Result<Outcome> {
     let mut a = run.wrap(model(run))?;
     if !run.is_oracle() {

@@ -1,4 +1,4 @@
-//! Parameters that a backward does not reach, here or anywhere, and graphs that no backward ever runs through.
+//! Parameters that a backward does not reach, on one rank or on all, and graphs without a backward.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -10,20 +10,20 @@ use super::{Outcome, PARTS, Run, adam, sgd};
 /// A trunk and branches.
 #[derive(Module, Debug)]
 pub(super) struct Branches {
-    /// Used by all.
+    /// Layer that every item uses.
     pub(super) trunk: Linear,
-    /// One of them for each item.
+    /// Layers of which each item uses one.
     pub(super) branches: Vec<Linear>,
 }
 
 impl Branches {
-    /// With `n` branches.
+    /// A model with `n` branches.
     pub(super) fn new(n: usize, device: &Device) -> Self {
         let init = || LinearConfig::new(6, 6).init(device);
         Branches { trunk: init(), branches: (0..n).map(|_| init()).collect() }
     }
 
-    /// A sum over the rows of `x`.
+    /// Loss of the rows of `x` through a branch, summed over them.
     pub(super) fn loss(&self, x: Tensor<2>, branch: usize) -> Tensor<1> {
         self.branches[branch].forward(self.trunk.forward(x).tanh()).powf_scalar(2.0).sum()
     }
@@ -71,7 +71,7 @@ pub(super) fn forward_without_backward(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// A branch is computed, weighed as useless, and dropped before the backward.
+/// Two branches are computed, and one of them is dropped before the backward.
 pub(super) fn graph_dropped_half_way(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(2, &run.device)))?;
     let mut optim = sgd();
@@ -93,7 +93,7 @@ pub(super) fn graph_dropped_half_way(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// A graph of earlier reads stays alive while others come and go, and is run in the end.
+/// The graph of a forward stays alive during another forward and backward, and has its backward afterwards.
 pub(super) fn graph_alive_beside(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(2, &run.device)))?;
     let mut optim = sgd();

@@ -1,5 +1,5 @@
-//! Two ranks follow torch's `DistributedDataParallel`, with the numbers in `parity/` (its README says how they were
-//! made).
+//! Ranks follow torch's `DistributedDataParallel` and FSDP2, by the numbers in `tests/parity/` (its README says how
+//! they were made).
 
 mod mlp;
 mod models;
@@ -12,7 +12,7 @@ fn close(ours: &[f64], theirs: &[f64], tolerance: f64) -> Result<()> {
     ensure!(ours.len() == theirs.len(), "{} values instead of {}", ours.len(), theirs.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
     let error = norm(&mut ours.iter().zip(theirs).map(|(a, b)| a - b)) / norm(&mut theirs.iter().copied());
-    // Written so that NaN fails.
+    // False also if the error is NaN.
     ensure!(error <= tolerance, "relative difference {error:e}, allowed are {tolerance:e}");
     Ok(())
 }

@@ -131,7 +131,7 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64, config: &WrapConfig) -> R
     Ok(())
 }
 
-/// The gradient of a layer's weight, of which `part` is this rank's rows if the weight is sharded.
+/// The whole gradient of a layer's weight; `part` holds this rank's rows of it if the weight is sharded.
 fn whole(ddp: &Ddp, part: Tensor<2>) -> Result<Tensor<2>> {
     let [rows, columns] = part.dims();
     let all = if columns == HIDDEN { FEATURES } else { HIDDEN };
@@ -163,7 +163,7 @@ impl Mlp {
         Ok(Self { first: linear("0", FEATURES, HIDDEN)?, second: linear("2", HIDDEN, CLASSES)? })
     }
 
-    /// Torch's name → values in torch's layout, of what the functions take from each parameter.
+    /// Values by torch's names and in torch's layout; the functions select a tensor of each parameter.
     fn as_torch(
         &self,
         matrix: impl Fn(&Param<Tensor<2>>) -> Option<Tensor<2>>,
@@ -179,7 +179,7 @@ impl Mlp {
         Ok(values)
     }
 
-    /// The loss of `rows` rows of the data, beginning with row `first`; as `inputs` and `labels` in the script.
+    /// The loss of `rows` rows of the data, from row `first` on, made as by `inputs` and `labels` in the script.
     fn loss(&self, first: usize, rows: usize, dtype: DType, device: &Device) -> Tensor<1> {
         let value = |i: usize| ((i * 37 + 11) % 101) as f64 - 50.0;
         let inputs: Vec<f64> = (first * FEATURES..(first + rows) * FEATURES).map(|i| value(i) / 64.0).collect();

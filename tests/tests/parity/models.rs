@@ -1,5 +1,5 @@
-//! Models that are hard on torch's DDP and on ours, in f64: the MNIST CNN, tied weights, `find_unused_parameters`,
-//! `no_sync`, an LSTM.
+//! Models that are hard for data parallelism, in f64: the MNIST CNN, tied weights, `find_unused_parameters`,
+//! `no_sync`, an LSTM, attention with AdamW and `clip_grad_norm`.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -8,12 +8,13 @@ use anyhow::{Context, Result, ensure};
 use burn::data::dataset::Dataset;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::GateController;
-use burn::nn::{Linear, LinearConfig, Lstm, LstmConfig};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
-use burn::tensor::activation::sigmoid;
+use burn::tensor::activation::{sigmoid, softmax};
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{Cnn, CnnConfig, MnistBatch, MnistDataset, Split};
 use serde::Deserialize;
@@ -32,9 +33,36 @@ struct Case {
     steps: usize,
     micro_batches: usize,
     lr: f64,
+    adamw: Option<AdamW>,
     losses: Vec<Vec<f64>>,
     first_gradients: BTreeMap<String, Sample>,
     r#final: BTreeMap<String, Sample>,
+}
+
+/// Settings of AdamW, and the norm to which gradients are clipped.
+#[derive(Deserialize)]
+struct AdamW {
+    betas: (f32, f32),
+    epsilon: f32,
+    weight_decay: f32,
+    max_norm: f64,
+}
+
+impl Case {
+    fn optimizer(&self, momentum: f64) -> ModuleOptimizer {
+        match &self.adamw {
+            None => {
+                let momentum = MomentumConfig { momentum, dampening: 0.0, nesterov: false };
+                SgdConfig::new().with_momentum(Some(momentum)).init()
+            }
+            Some(settings) => AdamWConfig::new()
+                .with_beta_1(settings.betas.0)
+                .with_beta_2(settings.betas.1)
+                .with_epsilon(settings.epsilon)
+                .with_weight_decay(settings.weight_decay)
+                .init(),
+        }
+    }
 }
 
 /// Norm and some elements of a tensor in torch's layout.
@@ -50,23 +78,23 @@ trait Model: Module + 'static {
     fn new(device: &Device) -> Self;
     /// The loss of one micro-batch.
     fn loss(&self, at: At<'_>) -> Tensor<1>;
-    /// Where the `n`-th of our parameters is in torch.
+    /// Place in torch of the model's parameter number `n`.
     fn place(path: &str, n: usize, rows: usize) -> Place {
         Place { name: path.into(), salt: n, first_row: 0, rows }
     }
 }
 
-/// Rows of a parameter of torch.
+/// Rows of a torch parameter that hold one parameter of Burn.
 struct Place {
     name: String,
     /// Its number among torch's parameters.
     salt: usize,
     first_row: usize,
-    /// Of all of it.
+    /// Number of rows of the whole torch parameter.
     rows: usize,
 }
 
-/// Which rows a loss is about.
+/// Rows of the data from which a loss is computed.
 #[derive(Clone, Copy)]
 struct At<'a> {
     step: usize,
@@ -114,6 +142,11 @@ fn lstm() -> Result<()> {
     follow::<Recurrent>("lstm")
 }
 
+#[test]
+fn attention_with_adamw_and_clipping() -> Result<()> {
+    follow::<Attention>("attention")
+}
+
 const TOLERANCE: f64 = 1e-10;
 
 fn follow<M: Model>(name: &str) -> Result<()> {
@@ -124,8 +157,7 @@ fn follow<M: Model>(name: &str) -> Result<()> {
         let model = M::new(&device).map(&mut Initial { path: vec![], count: 0, model: PhantomData::<M> });
         let started = as_torch(&model, None);
         let mut model = ddp.wrap(model)?;
-        let momentum = MomentumConfig { momentum: torch.momentum, dampening: 0.0, nesterov: false };
-        let mut optim = SgdConfig::new().with_momentum(Some(momentum)).init();
+        let mut optim = case.optimizer(torch.momentum);
         let (mut losses, mut first_gradients) = (Vec::new(), None);
         for step in 0..case.steps {
             let loss =
@@ -136,8 +168,13 @@ fn follow<M: Model>(name: &str) -> Result<()> {
             }
             let loss = loss(last);
             losses.push(loss.clone().into_scalar::<f64>());
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let mut grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
             first_gradients.get_or_insert_with(|| as_torch(&model, Some(&grads)));
+            if let Some(settings) = &case.adamw {
+                let norm;
+                (grads, norm) = burn_ddp::clip_grad_norm(grads, &model, settings.max_norm)?;
+                ensure!(norm > settings.max_norm, "step {step} clips nothing");
+            }
             model = optim.step(case.lr, model, grads);
         }
         let weights = as_torch(&model, None);
@@ -173,7 +210,7 @@ fn compare(ours: &Named, torch: &BTreeMap<String, Sample>) -> Result<()> {
 
 /// Burn keeps a linear layer's weight as `[in, out]`, torch as `[out, in]`.
 fn is_linear<const D: usize>(path: &[String]) -> bool {
-    D == 2 && path.last().is_some_and(|name| name == "weight")
+    D == 2 && path.ends_with(&["weight".into()]) && path[0] != "embedding"
 }
 
 /// Gives a model the weights of the script's `initial`.
@@ -237,7 +274,7 @@ impl<M: Model> ModuleVisitor for AsTorch<'_, M> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Until the optimizer has stepped, an average that was not used here shows up below its parameter.
+        // Until the optimizer has stepped, the average of a parameter that this rank has not used is visited as `ddp`.
         if self.path.last().is_some_and(|name| name == "ddp") {
             return;
         }
@@ -363,7 +400,7 @@ impl Model for Recurrent {
         (self.head.forward(hidden) - 0.5).powf_scalar(2.0).mean()
     }
 
-    /// Torch keeps the four gates below each other, in the order input, forget, cell, output.
+    /// Torch stacks the four gates in the rows of one matrix, in the order input, forget, cell, output.
     fn place(path: &str, _: usize, rows: usize) -> Place {
         const TORCH: [&str; 6] = [
             "lstm.weight_ih_l0",
@@ -380,5 +417,52 @@ impl Model for Recurrent {
         };
         let (first_row, rows) = gate.map_or((0, rows), |gate| (gate * rows, 4 * rows));
         Place { name: TORCH[salt].into(), salt, first_row, rows }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Attention {
+    embedding: Embedding,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    out: Linear,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Model for Attention {
+    fn new(device: &Device) -> Self {
+        let linear = |outputs| LinearConfig::new(8, outputs).init(device);
+        Attention {
+            embedding: EmbeddingConfig::new(13, 8).init(device),
+            query: linear(8),
+            key: linear(8),
+            value: linear(8),
+            out: linear(8),
+            norm: LayerNormConfig::new(8).init(device),
+            head: linear(13),
+        }
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let first = at.part() * 28;
+        let tokens: Vec<i64> = (first..first + 28).map(|i| ((i * i * 5 + i * 3 + 1) % 13) as i64).collect();
+        let tokens = Tensor::<2, Int>::from_data(TensorData::new(tokens, [4, 7]), at.device);
+        let x = self.embedding.forward(tokens.clone().narrow(1, 0, 6));
+        let heads = |layer: &Linear| layer.forward(x.clone()).reshape([4, 6, 2, 4]).swap_dims(1, 2);
+        let scores = heads(&self.query).matmul(heads(&self.key).swap_dims(2, 3)) / 2.0;
+        let later = Tensor::<2, Bool>::tril_mask([6, 6], 0, at.device).reshape([1, 1, 6, 6]);
+        let weights = softmax(scores.mask_fill(later.expand([4, 2, 6, 6]), -1e9), 3);
+        let mixed = weights.matmul(heads(&self.value)).swap_dims(1, 2).reshape([4, 6, 8]);
+        let x = self.norm.forward(x.clone() + self.out.forward(mixed));
+        let logits = self.head.forward(x).reshape([24, 13]);
+        let next = tokens.narrow(1, 1, 6).reshape([24]);
+        CrossEntropyLossConfig::new().init(at.device).forward(logits, next)
+    }
+
+    fn place(path: &str, n: usize, rows: usize) -> Place {
+        let name = path.replace("gamma", "weight").replace("beta", "bias");
+        Place { name, salt: n, first_row: 0, rows }
     }
 }

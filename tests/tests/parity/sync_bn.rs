@@ -31,7 +31,7 @@ struct Layer {
     shape: Vec<usize>,
     output: Vec<f64>,
     running_mean: Vec<f64>,
-    /// Of unbiased variances.
+    /// Running mean of the unbiased variances.
     running_var: Vec<f64>,
     input_gradient: Vec<f64>,
     weight_gradient: Vec<f64>,
@@ -54,7 +54,7 @@ fn torch() -> Torch {
     serde_json::from_str(include_str!("../../parity/torch_sync_bn.json")).expect("the script wrote it")
 }
 
-/// Items of a rank, of `items`: about half of what is left goes to each rank but the last.
+/// The items of this rank: each rank but the last takes about half of the items that the ranks before it have left.
 fn part(items: usize, ddp: &Ddp) -> Range<usize> {
     let mut start = 0;
     for _ in 0..ddp.rank() {
@@ -64,7 +64,7 @@ fn part(items: usize, ddp: &Ddp) -> Range<usize> {
     start..if is_last { items } else { start + (items - start).div_ceil(2) }
 }
 
-/// `table` of the script.
+/// The function `table` of the script.
 fn table<const D: usize>(shape: [usize; D], salt: usize, dtype: DType, device: &Device) -> Tensor<D> {
     let inner: usize = shape[2..].iter().product();
     let value = |i: usize| {
@@ -130,7 +130,7 @@ fn layer<const D: usize>(torch: &Layer, world_size: usize, dtype: DType, toleran
         close(weight, &torch.weight_gradient, tolerance).context("gradient of the weight")?;
         close(bias, &torch.bias_gradient, tolerance).context("gradient of the bias")?;
         close(mean, &torch.running_mean, tolerance).context("running mean")?;
-        // Two updates by 0.1 leave 0.81 of the 1 that it started from.
+        // After two updates by 0.1, the start value 1 still contributes 0.81.
         let unbiased: Vec<f64> = variance.iter().map(|v| 0.81 + (v - 0.81) * n / (n - 1.0)).collect();
         close(&unbiased, &torch.running_var, tolerance).context("running variance")?;
         ensure!([mean, variance] == [&results[0].3[0], &results[0].3[1]], "ranks keep other running statistics");
@@ -209,7 +209,7 @@ fn train(torch: &Training, ddp: &Ddp, dtype: DType) -> Result<(Vec<f64>, Named, 
         first.get_or_insert_with(|| as_torch(&net, Some(&grads)));
         net = optim.step(torch.lr, net, grads);
     }
-    // Statistics that other threads see lag one update behind.
+    // Other threads see the running statistics one update late.
     drop(net.valid());
     let mean = |norm: &SyncBatchNorm| values(norm.norm.running_mean.value());
     let means =
@@ -223,7 +223,7 @@ fn name(path: &[String]) -> Option<String> {
     (!path.contains("running")).then_some(path)
 }
 
-/// Gives convolutions and linear layers the weights of the script's `initial`, and all the dtype.
+/// Gives convolutions and linear layers the weights of the script's `initial`, and all parameters the dtype.
 struct Initial {
     path: Vec<String>,
     count: usize,
@@ -266,7 +266,7 @@ impl ModuleMapper for Initial {
     }
 }
 
-/// Values, or gradients if there are some, under torch's names and in torch's layout.
+/// Gradients if given, otherwise values, by torch's names and in torch's layout.
 fn as_torch(net: &Net, grads: Option<&GradientsParams>) -> Named {
     struct Read<'a> {
         path: Vec<String>,

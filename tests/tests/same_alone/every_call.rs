@@ -1,8 +1,8 @@
 //! The calls that the other programs of this test leave out: on tensors, data, files and checkpoints.
 //!
-//! Outcomes that differ between ranks are brought together first, so that those of all worlds compare. Left out are
-//! the calls that begin a job (`Ddp::init`, `init_with`, `from_world`, `launch`; `Ddp::spawn` begins those here), and
-//! the value that `send` and `recv` move, for which a world of 1 has no peer.
+//! Results that differ between ranks are gathered first, so that the results of all worlds can be compared. Left out
+//! are the calls that begin a job (`Ddp::init`, `init_with`, `from_world`, `launch`; `Ddp::spawn` begins the jobs
+//! here), and the value that `send` and `recv` transfer, since a world of 1 has no peer.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use burn_ddp::data::{Stream, StreamShard, StreamSource};
 
 use super::*;
 
-/// Divides by each number of ranks.
+/// Number of elements; divisible by each number of ranks.
 const TABLE: usize = 6;
 
 /// Results of calls by their names.
@@ -23,7 +23,7 @@ fn numbers<const D: usize>(tensor: Tensor<D>) -> anyhow::Result<Vec<f64>> {
     Ok(tensor.into_data().convert::<f64>().try_to_vec()?)
 }
 
-/// Numbers that differ, and the rows of this rank.
+/// A tensor of different numbers, and this rank's part of it.
 fn table(ddp: &Ddp, device: &Device) -> (Tensor<1>, Tensor<1>) {
     let all = Tensor::<1, Int>::arange(1..TABLE as i64 + 1, device).float();
     let own = TABLE / ddp.world_size();
@@ -69,7 +69,7 @@ fn tensors(ddp: &Ddp) -> anyhow::Result<Outcomes> {
     Ok(outcomes)
 }
 
-/// Each rank takes a share of the loss, which is what one rank alone has.
+/// The ranks' shares of a loss add up to the loss of one rank alone.
 fn graphs(ddp: &Ddp) -> anyhow::Result<Outcomes> {
     let device = burn_ddp_tests::device().autodiff();
     let ranks = ddp.world_size() as f32;
@@ -91,7 +91,7 @@ fn graphs(ddp: &Ddp) -> anyhow::Result<Outcomes> {
     ])
 }
 
-/// Numbers from 0, dealt out in turn.
+/// A stream of the numbers from 0, which the ranks read in turn.
 struct Dealt(usize);
 
 impl StreamSource<usize> for Dealt {
@@ -109,7 +109,7 @@ fn data(ddp: &Ddp) -> anyhow::Result<Outcomes> {
         for batch in epoch {
             let weight = ddp.batch_items();
             read += weight;
-            // A rank whose items have ended repeats one, with the weight 0.
+            // A rank without further items gets an earlier one again, with weight 0.
             inputs += batch?.0.mean().into_scalar::<f64>() * weight;
         }
     }
@@ -167,7 +167,7 @@ fn files(ddp: &Ddp, directory: &Path) -> anyhow::Result<Outcomes> {
     ])
 }
 
-/// What a rank is told of itself and of the job.
+/// The properties of a rank and of the job that `Ddp` returns.
 fn roles(ddp: &Ddp) -> anyhow::Result<Outcomes> {
     assert_eq!((ddp.local_rank(), ddp.local_world_size()), (ddp.rank(), ddp.world_size()));
     assert_eq!((ddp.world().rank(), ddp.group().rank()), (ddp.rank(), ddp.rank()));

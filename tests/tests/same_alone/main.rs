@@ -1,4 +1,4 @@
-//! The user API in worlds of 1, 2 and 3: the same calls, the same outcomes.
+//! The user API in worlds of 1, 2 and 3: the same calls have the same results.
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
@@ -62,7 +62,7 @@ fn oracle() -> Vec<Vec<f64>> {
     .remove(0)
 }
 
-/// Each way to accumulate 6 micro-batches, in worlds of 1, 2 and 3, is one big batch.
+/// Each way to accumulate 6 micro-batches, in worlds of 1, 2 and 3, trains like one large batch.
 #[test]
 fn micro_batches_are_one_big_batch() {
     let whole = oracle();
@@ -97,7 +97,8 @@ fn micro_batches_are_one_big_batch() {
                 assert!(grads.iter().rev().skip(1).all(GradientsParams::is_empty));
                 Ok(grads.remove(micros.len() - 1))
             })?;
-            // Micro-batches of unequal sizes that say so; what came before is thrown away.
+            // Micro-batches of unequal sizes, which are set as weights; accumulated gradients from before are
+            // discarded.
             let weighted = train(&ddp, &plain, |model, step, device| {
                 ddp.no_sync(model, || drop((loss(model, step, 0, 1, device) * 100.0).backward()))?;
                 ddp.discard_accumulated(model);
@@ -134,7 +135,7 @@ impl Batcher<usize, (Tensor<2>, Tensor<2>)> for Rows {
     }
 }
 
-/// Outcome of a program that calls what trainings call; `every_call` has the other calls.
+/// Results of the calls that a training makes; `every_call` has the other calls.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     steps: u64,
@@ -147,8 +148,8 @@ struct Outcome {
     positions: (u64, bool),
 }
 
-/// Calls the API of `Ddp`, the loaders and checkpoints as a training program does. Returns what must be the same in
-/// every world, and the values of the model.
+/// Calls the API of `Ddp`, the loaders and checkpoints as a training program does. Returns the results, which must
+/// be the same in every world, and the values of the model.
 fn program(ddp: Ddp, directory: &std::path::Path) -> anyhow::Result<(Outcome, Vec<Vec<f64>>)> {
     let device = burn_ddp_tests::device().autodiff();
     ddp.seed(&device, 3);
@@ -159,7 +160,7 @@ fn program(ddp: Ddp, directory: &std::path::Path) -> anyhow::Result<(Outcome, Ve
     let mut errors = Vec::new();
     let mut note = |error: Option<burn_ddp::Error>| errors.push(error.map_or("none".into(), |e| e.to_string()));
 
-    // Mistakes are the same mistakes alone.
+    // Mistakes have the same errors in a world of 1.
     note(ddp.wrap(model.clone()).err());
     note(ddp.no_sync(&plain, || ()).err());
     note(ddp.sync_gradients(&plain).err());
@@ -257,7 +258,7 @@ fn a_program_that_calls_what_trainings_call_has_the_same_outcome() {
     }
 }
 
-/// Mistakes that only a look at the gradients finds.
+/// Mistakes that are found only by looking at the gradients.
 #[test]
 fn gradients_that_go_past_the_taps_are_errors_alone_too() {
     for world in [1, 2] {

@@ -1,4 +1,4 @@
-//! Four models under four optimizers: the bits of unsharded training.
+//! Four models with four optimizers train sharded to the bits of unsharded training.
 
 use burn_ddp_tests::four_models::{MODELS, OPTIMIZERS, train};
 use burn_ddp_tests::job;

@@ -1,11 +1,11 @@
-//! Frozen parameters in parts.
+//! Frozen parameters that are sharded.
 
 use burn::module::Lora;
 use burn_ddp::MemoryUse;
 
 use super::*;
 
-/// The block with a frozen embedding, which is read twice, and a frozen layer over trained ones.
+/// The decoder block with a frozen embedding, which is read twice, and a frozen layer above trained ones.
 fn frozen(ddp: &Ddp, device: &Device) -> Gpt {
     let model = Gpt::new(device, ddp.rank() as u64);
     Gpt { tokens: model.tokens.freeze(), up: model.up.freeze(), ..model }
@@ -61,7 +61,7 @@ fn an_optimizer_that_does_not_fit_frozen_parameters_may_step_others() {
         let muon = || burn::optim::MuonConfig::new().init();
         let model = ddp.wrap_with(frozen(&ddp, &device).freeze(), &sharded())?;
         ddp.optimizer(muon(), &model)?;
-        // Nothing stepped it element by element.
+        // `ddp.optimizer` has not checked an optimizer for this parameter, which was frozen.
         let model = Gpt { query: model.query.unfreeze(), ..model };
         let loss = model.loss(tokens(ddp.rank(), 0, &device));
         let error = ddp.backward(&loss, &model).err().map(|e| e.to_string()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! `WrapConfig::with_sharding`: the bits of unsharded training, and errors where ranks do not read alike.
+//! `WrapConfig::with_sharding`: the bits of unsharded training, and errors if ranks read different parameters.
 
 mod bits;
 mod frozen;
@@ -21,7 +21,8 @@ use burn::tensor::activation::softmax;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::Fill;
 
-/// A decoder block over an embedding that the output reads too, with layers whose rows divide evenly and others.
+/// A decoder block over an embedding that the output layer also reads. The rows of some layers divide evenly between
+/// ranks, those of others do not.
 #[derive(Module, Debug)]
 struct Gpt {
     tokens: Embedding,
@@ -136,7 +137,7 @@ fn a_transformer_of_burn_s_trains_and_its_parts_are_compared_and_broadcast() {
                 let grads = GradientsParams::from_grads(ddp.backward(&loss.powf_scalar(2.0).mean(), &model)?, &model);
                 model = optim.step(0.01, model, grads);
             }
-            // A part of the wrapped model, whose paths are others.
+            // A part of the wrapped model: its parameters have shorter paths.
             ddp.check_replicas(&model.encoder)?;
             let hash = param_hash(&model)?;
             model.encoder = ddp.broadcast_parameters(model.encoder, 0)?;
@@ -228,12 +229,12 @@ fn each_rank_holds_its_rows_and_files_hold_all() {
     }
 }
 
-/// Errors of two ranks that do `what`, and panic or return one.
+/// The errors of two ranks that run `what`, which panics or returns an error.
 fn errors(what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
     errors_of(2, what)
 }
 
-/// An error is on all ranks within 5 s, and 20 more for a machine that is busy; the deadline of a call is 60 s.
+/// Time within which all ranks get an error: 5 s, and 20 s more for a busy machine. The deadline of a call is 60 s.
 const SOON: Duration = Duration::from_secs(5 + 20);
 
 fn errors_of(world: usize, what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
@@ -305,7 +306,7 @@ fn a_record_of_a_copy_that_was_just_read_is_refused() {
     assert!(error.contains("ddp.save(&model, path)"), "{error}");
 }
 
-/// Two layers, of which a step may use one.
+/// Two layers; a step may use only one of them.
 #[derive(Module, Debug)]
 struct Two {
     a: Linear,
@@ -353,7 +354,7 @@ fn stepped(optim: &mut ModuleOptimizer, model: Two, grads: GradientsParams) -> T
 #[test]
 fn a_parameter_that_no_rank_used_is_not_stepped() {
     same_as_unsharded(&WrapConfig::new().with_accumulation(2), |ddp, mut model, optim| {
-        // Micro-batches that use `b`: both of a step, the first of a step, and none of those that are left.
+        // Micro-batches that use `b`: both of the first step, the first of the second, and none of the last.
         for (step, uses_b) in [true, true, true, false, false].into_iter().enumerate() {
             let grads = ddp.backward(&model.loss(ddp, step, uses_b), &model)?;
             model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
@@ -384,11 +385,11 @@ fn forwards_without_a_backward_do_not_part_the_ranks() {
         let mut kept = None;
         for step in 0..30 {
             let grads = GradientsParams::from_grads(model.loss(ddp, step, true).backward(), &model);
-            // A tracked forward that is only logged: on rank 0 its graph outlives the next backward.
+            // A forward without a backward, as for logging: on rank 0 its graph outlives the next backward.
             let logged = model.loss(ddp, step + 1, true);
             model = stepped(optim, model.clone(), grads);
             kept = (ddp.rank() == 0).then_some(logged);
-            // Elsewhere Burn sweeps it away at the end of other backwards, of any thread.
+            // On other ranks, later backwards of any thread make Burn remove the graph.
             for _ in 0..if ddp.rank() > 0 { 20 } else { 0 } {
                 let unrelated = Tensor::<1>::ones([1], &ddp.device()?.autodiff()).require_grad();
                 drop(unrelated.mul_scalar(2.0).backward());
@@ -498,7 +499,7 @@ fn copies_evaluated_in_another_order_do_not_mix() {
         Ddp::spawn(2, |ddp| {
             let device = ddp.device()?.autodiff();
             let model = ddp.wrap_with(Two::new(&device), &sharded())?;
-            // Equal values: which copy is read does not matter.
+            // The copies have equal values, so it does not matter which of them is read.
             let (one, other) = (model.clone(), model.clone());
             let equal = if ddp.is_main() { [&one, &other] } else { [&other, &one] };
             assert_eq!(forward(equal[0], &device).into_data(), forward(equal[1], &device).into_data());

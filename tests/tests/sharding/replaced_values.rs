@@ -1,4 +1,5 @@
-//! Values of parameters that are replaced: by a load while wholes of earlier ones are held, and by `Param::map`.
+//! Values of sharded parameters that are replaced: by a load while gathered copies of the old values are held, and by
+//! `Param::map`.
 
 use super::*;
 
@@ -19,7 +20,7 @@ impl Tied {
     }
 }
 
-/// Losses before training, after it, of the loaded model and of its copy without parts, and the hash one step later.
+/// Losses before and after training, of the loaded model and of its unsharded copy, and the hash one step later.
 fn losses_around_a_load(config: &WrapConfig) -> Vec<([f32; 4], String)> {
     let directory = tempfile::tempdir().unwrap();
     let ranks = Ddp::spawn(2, |ddp| {
@@ -39,7 +40,7 @@ fn losses_around_a_load(config: &WrapConfig) -> Vec<([f32; 4], String)> {
             model = step(model)?;
         }
         let last = loss(&model);
-        // Read, so that its whole is there for the backward.
+        // A forward, so that the gathered weight is held for a backward.
         drop(model.loss(&trains));
         model = checkpoints.latest()?.expect("was saved").model(model)?;
         let loaded = loss(&model);
@@ -107,7 +108,7 @@ fn evaluations_hold_nothing() {
     assert_eq!(gathered.unwrap(), [[2 * 8 * 4 * 4; 3]; 2]);
 }
 
-/// `Param::map` on a field takes the tap away, and leaves this rank's rows.
+/// `Param::map` on a field makes a plain parameter of this rank's rows.
 #[test]
 fn a_part_without_its_tap_is_not_taken_for_a_whole() {
     type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;
@@ -147,7 +148,7 @@ fn a_part_without_its_tap_is_not_taken_for_a_whole() {
     }
 }
 
-/// What is made of a sharded parameter after `unwrap` is a whole of its own.
+/// A parameter derived from a sharded one after `unwrap` is an ordinary whole parameter.
 #[test]
 fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
     for world in [1, 2, 3] {
@@ -162,7 +163,7 @@ fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
             ddp.save(&model, tempfile::tempdir()?.path().join("model"))?;
             let model = model.clone().load_record(model.into_record());
             anyhow::ensure!(model.tokens.weight.dims() == [22, 6]);
-            // As many rows as each rank of two had.
+            // As many rows as each of the two ranks held before.
             let mut halved = model.clone();
             halved.query.weight = halved.query.weight.map(|rows| {
                 let half = rows.dims()[0] / 2;

@@ -1,4 +1,4 @@
-//! Bytes of a step, counted where they are handed to the engine, and the end of a rank in the midst of one.
+//! Bytes of a step, counted as they are passed to the engine, and the death of a rank in the middle of a step.
 
 use burn_ddp::Stats;
 use burn_ddp_examples::text::gpt::GptConfig;
@@ -7,18 +7,18 @@ use burn_ddp_tests::job;
 
 use super::*;
 
-/// What the fifth step communicates on two ranks.
+/// The communication counters of the fifth step on two ranks.
 fn fifth_step(model: &str, config: &WrapConfig) -> Stats {
     let ranks = Ddp::spawn(2, |ddp| Ok(train(&ddp, model, "sgd", 5, config)?.1)).unwrap();
     assert_eq!((ranks[0].bytes, ranks[0].gathered), (ranks[1].bytes, ranks[1].gathered));
     ranks[0]
 }
 
-/// Of an average over N ranks each rank sends and receives (N − 1)/N of its bytes twice, of a gather and of a scatter
-/// once. The first layer's weight is not gathered again, as its input needs no gradient.
+/// Each rank of N sends and receives (N − 1)/N of the bytes twice for an average, and once for a gather or a scatter.
+/// The first layer's weight is not gathered again, as its input needs no gradient.
 #[test]
 fn a_step_moves_one_and_a_half_times_the_bytes() {
-    // Bytes of the matrices, of which each rank has as many rows, and of all parameters.
+    // Bytes of the matrices, which are sharded, and of the vectors, which are not.
     let mlp = (4 * (6 * 16 + 16 * 16 + 16 * 3), 4 * (16 + 16 + 3));
     let tied = (4 * (11 * 6 + 6 * 6), 0);
     let lstm = (4 * (4 * (6 * 7 + 7 * 7) + 7 * 3), 4 * 3);
@@ -26,11 +26,11 @@ fn a_step_moves_one_and_a_half_times_the_bytes() {
         let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| fifth_step(model, &config));
         let flags = whole.bytes - (matrices + vectors);
         assert!(flags <= 64 && whole.gathered == 0, "{model}: {whole:?}");
-        // The whole ones, and once more their flags.
+        // The gradients of all parameters, and the flags of the buckets.
         assert!((0..=64).contains(&(parts.bytes as i64 - (matrices + vectors) as i64)), "{model}: {parts:?}");
         let averaged = 2 * whole.bytes;
         let moved = parts.gathered + matrices + 2 * (parts.bytes - matrices);
-        // A part of an odd number of rows travels with one row more.
+        // A weight with an odd number of rows is sent with one row more.
         let ratio = moved as f64 / averaged as f64;
         assert!((least..1.6).contains(&ratio), "{model}: {ratio}, {parts:?} and {whole:?}");
     }
@@ -39,14 +39,14 @@ fn a_step_moves_one_and_a_half_times_the_bytes() {
 #[test]
 fn a_recurrent_layer_gathers_its_weights_once_a_step() {
     let parts = fifth_step("lstm", &sharded());
-    // Seven and six rows: eight and six travel. The head is needed in forward and in backward.
+    // Matrices of seven and six rows are sent with eight and six. The head is gathered in forward and in backward.
     let lstm = 4 * 4 * (6 * 7 + 8 * 7);
     let head = 2 * 4 * (8 * 3);
     assert_eq!(parts.gathered, lstm + head);
 }
 
-/// Burn reshapes the weight of a `Linear` for some shapes of its input, and keeps it whole until backward unless the
-/// device checkpoints gradients.
+/// For some input shapes Burn's `Linear` reshapes its weight; the graph then holds the whole weight until backward,
+/// unless the device uses gradient checkpointing.
 #[test]
 fn a_transformer_with_gradient_checkpointing_gathers_each_matrix_twice() {
     let gathered = Ddp::spawn(2, |ddp| {
@@ -57,7 +57,7 @@ fn a_transformer_with_gradient_checkpointing_gathers_each_matrix_twice() {
         ddp.backward(&model.loss(bytes.clone(), bytes), &model)?;
         Ok(ddp.telemetry().stats().gathered)
     });
-    // Seven positions: eight travel. Embeddings are not needed in backward.
+    // The matrix of seven positions is sent with eight rows. Embeddings are not gathered in backward.
     let (embeddings, matrices) = (4 * 12 * (256 + 8), 4 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 256));
     assert_eq!(gathered.unwrap(), [embeddings + 2 * matrices; 2]);
 }

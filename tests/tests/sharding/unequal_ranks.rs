@@ -1,4 +1,4 @@
-//! Reads, gradients and calls that ranks do not make alike: an error on all of them.
+//! Reads, gradients and calls that differ between ranks are an error on all of them.
 
 use super::*;
 
@@ -6,7 +6,7 @@ use super::*;
 fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     let skips = errors(|ddp, model, device| {
         let x = Tensor::<3>::ones([1, 2, 6], device);
-        // Equal shapes, which could be mixed up.
+        // The layers have equal shapes, so that a gather could take one for the other.
         let layers = if ddp.rank() == 0 { [&model.query, &model.key] } else { [&model.key, &model.query] };
         layers[0].forward(layers[1].forward(x));
         Ok(())
@@ -26,7 +26,7 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     for error in &evaluates {
         assert!(error.contains("rank 0 reads query.weight without a gradient (evaluation)"), "{error}");
     }
-    // One rank evaluates, the others wait for it elsewhere.
+    // One rank evaluates while the others wait for it in another call.
     let alone = errors_of(3, |ddp, model, device| {
         if ddp.rank() == 0 {
             model.valid().query.forward(Tensor::<3>::ones([1, 2, 6], device).inner());
@@ -34,7 +34,7 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
         Ok(ddp.barrier()?)
     });
     let reads = "rank 0 reads query.weight without a gradient (evaluation)";
-    // A rank that comes late is not in the circle that is found.
+    // A rank that waits late may be missing in the deadlock that is reported.
     let waits = ["each of ranks 1, 2 is in barrier", " rank 1 is in barrier", " rank 2 is in barrier"];
     assert!(alone[0].contains(reads) && waits.iter().any(|waits| alone[0].contains(waits)), "{}", alone[0]);
     for error in &alone[1..] {
@@ -52,7 +52,8 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     }
 }
 
-/// The others hear of it in the calls that this rank does not make, before they could meet a later one of it.
+/// The other ranks get the error in the calls that this rank does not make, before one of them is matched with a later
+/// call of this rank.
 #[test]
 fn what_one_rank_forgets_is_an_error_on_all() {
     for forgetful in 0..2 {
@@ -108,7 +109,7 @@ fn ranks_that_read_a_parameter_in_different_numbers_hear_of_it_in_that_step() {
     }
 }
 
-/// The mistake of one rank reaches the others, which wait for its part.
+/// The other ranks, which wait for the part of the mistaken rank, get its error.
 #[test]
 fn a_part_without_its_tap_on_one_rank_is_an_error_of_all() {
     type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;

@@ -1,4 +1,4 @@
-//! Ranks whose data are used up at different steps: what `join` does for whole parameters, by weights of 0.
+//! Ranks whose data end at different steps: `join` refuses sharded models, which take batches of weight 0 instead.
 
 use super::*;
 
@@ -62,7 +62,7 @@ fn a_rank_that_leaves_when_its_data_end_is_an_error_on_the_others() {
     }
 }
 
-/// The bits of the parameters. `BatchNorm` counts what a rank without data passes in its statistics, of weight 0.
+/// The bits of the parameters. Running statistics are left out: they also count the batches of weight 0.
 fn without_statistics(model: &Gpt) -> Vec<Vec<u8>> {
     let Gpt { tokens, norm: _, query, key, value, rms: _, up, batch_norm: _, down } = model;
     let weights = [&tokens.weight, &query.weight, &key.weight, &value.weight, &up.weight, &down.weight];

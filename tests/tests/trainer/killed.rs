@@ -6,13 +6,13 @@ use super::*;
 use burn_ddp_tests::Fill;
 use burn_ddp_tests::job::{self, FreePort};
 
-/// Variables of a rank: directory of its training, the epoch that it goes on from (0: none), and the training step in
-/// which rank 1 is killed.
+/// Variables of a rank: the directory of its training, the epoch from which it resumes (0: none), and the training step
+/// in which rank 1 is killed.
 const DIRECTORY: &str = "TRAINER_DIRECTORY";
 const FROM: &str = "TRAINER_FROM";
 const KILLED_AT: &str = "TRAINER_KILLED_AT";
 
-/// Four epochs of eight steps, with every parameter in parts that can be.
+/// Four epochs of eight steps, with every parameter sharded that can be.
 fn training() -> Job {
     let sharding = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
     let optim = || AdamConfig::new().init();
@@ -23,7 +23,7 @@ fn filled() -> Net {
     model().map(&mut Fill(0.5))
 }
 
-/// Kills the process in the training step that it is to be killed in.
+/// Kills this process if its variables say so for this training step.
 pub(super) fn killed_in_this_step() {
     static STEPS: AtomicUsize = AtomicUsize::new(0);
     let step = STEPS.fetch_add(1, Ordering::Relaxed);
@@ -49,7 +49,7 @@ fn rank() {
     println!("\nhash {hash}\nerror {}", error.unwrap_or_default().replace('\n', " "));
 }
 
-/// Hash and error of each rank that ended by itself.
+/// Runs a job; returns hash and error of each rank that was not killed.
 fn run(world: usize, directory: &Path, from: usize, killed_at: Option<usize>) -> Vec<(String, String)> {
     let (this, port) = (std::env::current_exe().unwrap(), FreePort::reserve());
     let ranks = (0..world).map(|rank| {
@@ -77,7 +77,7 @@ fn a_training_whose_rank_was_killed_goes_on() {
     let survivors = run(2, directory.path(), 0, Some(19));
     assert_eq!(survivors.len(), 1);
     assert!(survivors[0].1.contains("rank 1"), "{}", survivors[0].1);
-    // In parts on three ranks, which make other sums: all have the same bits.
+    // Sharded over three ranks, whose sums round differently than those of two: all three have the same bits.
     let three = run(3, directory.path(), 2, None);
     assert!(three.iter().all(|rank| *rank == three[0] && rank.1.is_empty()), "{three:?}");
     assert_eq!(run(2, directory.path(), 2, None), vec![(straight, String::new()); 2]);

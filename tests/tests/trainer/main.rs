@@ -46,7 +46,7 @@ struct Item {
     class: i64,
 }
 
-/// Points in space; the class is told by where they are, with some noise. Item `broken` cannot be read.
+/// Points in space, whose class depends on their place, with some noise. Item `broken` cannot be read.
 #[derive(Clone)]
 struct Points {
     salt: u64,
@@ -80,7 +80,7 @@ impl Dataset<Item> for Points {
 struct Batch {
     x: Tensor<2>,
     classes: Tensor<1, Int>,
-    /// Number of the first rows that go through the model's rare branch, if it has one.
+    /// Number of rows, at the beginning, that go through the model's rare branch, if it has one.
     rare: usize,
 }
 
@@ -107,7 +107,7 @@ struct Net {
     a: Linear,
     norm: Option<BatchNorm>,
     sync_norm: Option<SyncBatchNorm>,
-    /// Added to the first layer for rare items.
+    /// Layer whose output is added to that of the first layer for rare items.
     rare: Option<Linear>,
     b: Linear,
     /// Maps the model between backward and step.
@@ -172,7 +172,7 @@ impl TrainStep for Net {
     }
 }
 
-/// A weight decay of the user's.
+/// A weight decay that the user's program applies itself.
 struct Shrink;
 
 impl ModuleMapper for Shrink {
@@ -201,7 +201,7 @@ impl InferenceStep for Net {
 /// Values of splits, by split, metric and epoch.
 type Finals = BTreeMap<(String, String, usize), f64>;
 
-/// Keeps what Burn stores at the end of splits.
+/// A logger that keeps the values that Burn stores at the end of splits.
 #[derive(Clone, Default)]
 struct Recorder {
     finals: Arc<Mutex<Finals>>,
@@ -211,7 +211,7 @@ struct Recorder {
 impl MetricLogger for Recorder {
     fn log(&mut self, update: MetricsUpdate, epoch: usize, split: &Split) {
         for numeric in &update.entries_numeric {
-            // What `find_metric` goes by, not what the metric says beside.
+            // The value that `find_metric` compares, not the text that the metric also logs.
             if let Ok(NumericEntry::Final(value)) =
                 NumericEntry::deserialize(&numeric.entry.serialized_entry.serialized)
             {
@@ -272,7 +272,7 @@ impl Job {
         Learner::new(model, (self.optim)(), Self::lr())
     }
 
-    /// Falls with each optimizer step: the curve tells how often it was stepped.
+    /// Learning rate that falls with each optimizer step, so that the curve depends on the number of steps.
     fn lr() -> ModuleLrScheduler {
         LinearLrSchedulerConfig::new(0.1, 0.01, 30).init().unwrap()
     }
@@ -288,7 +288,7 @@ impl Job {
         Outcome::new(&recorder, &result)
     }
 
-    /// What this rank gets; `set` may set more.
+    /// Runs the training on this rank and returns its outcome; `set` may change the settings of the trainer.
     fn on_rank(
         &self,
         ddp: &Ddp,
@@ -311,13 +311,13 @@ impl Job {
         let training = set(self.configure(training, &recorder));
         let mut result = training.launch(learner);
         if self.sharding.is_some() {
-            // After an error the parts of the others cannot be had.
+            // After an error the other ranks' parts cannot be gathered.
             result.model = if result.error.is_none() { ddp.unwrap(result.model)? } else { self::model() };
         }
         Ok(Outcome::new(&recorder, &result))
     }
 
-    /// What the ranks get, which all start from `model`, and agree.
+    /// Trains on `world` ranks from `model`; checks that they agree, and returns the outcome.
     fn together(&self, world: usize, model: &Net) -> Outcome {
         let all = Ddp::spawn(world, |ddp| self.on_rank(&ddp, model.clone(), Path::new("unused"), |t| t)).unwrap();
         for other in &all {
@@ -402,7 +402,7 @@ fn accumulation_and_its_tail_are_burns() {
 }
 
 /// The features of `feature_combinations.rs` that a model and its device bring into the trainer: with and without
-/// accumulation, in every world and resumed in another one, as Burn's trainer does alone.
+/// accumulation, in every world and resumed in another one, compared with Burn's trainer alone.
 #[test]
 fn what_a_model_brings_along_is_as_alone() {
     let plain = device().autodiff();
@@ -566,7 +566,7 @@ fn early_stopping_is_one_decision() {
     }
 }
 
-/// Stops its trainer with its first batch.
+/// Interrupts its trainer when it makes its first batch.
 #[derive(Clone)]
 struct Interrupting(Interrupter);
 
@@ -589,7 +589,7 @@ fn an_interruption_on_one_rank_ends_all_after_the_same_step() {
         let job = Job::new();
         let training = job.configure(ddp.training("unused", train, valid), &recorder).with_interrupter(interrupter);
         let outcome = Outcome::new(&recorder, &training.launch(job.learner(model())));
-        ddp.barrier()?; // the job is whole
+        ddp.barrier()?; // the job is still usable
         Ok((outcome, ddp.telemetry().stats().steps))
     });
     for (outcome, steps) in all.unwrap() {
@@ -673,7 +673,7 @@ fn running_statistics_are_those_of_all_ranks() {
     assert_eq!(all[0].hash, all[1].hash, "hashes include running statistics");
 }
 
-/// Two epochs, then two more from the checkpoint, are the four at one go, bit for bit.
+/// Two epochs, then two more from the checkpoint, end with the bits of four epochs without interruption.
 fn resumes(shared: bool) {
     let model = model();
     let job = |epochs| Job { epochs, shuffle: true, optim: || AdamConfig::new().init(), ..Job::new() };
@@ -681,7 +681,7 @@ fn resumes(shared: bool) {
     let directory = tempfile::tempdir().unwrap();
     let run = |epochs: usize, from: Option<usize>| {
         let all = Ddp::spawn(2, |ddp| {
-            // Other machines have other files: none.
+            // The other ranks have no files, as on other machines.
             let directory =
                 if shared { directory.path().to_path_buf() } else { directory.path().join(format!("{}", ddp.rank())) };
             // Ids of parameters differ between ranks and runs.
@@ -727,7 +727,7 @@ fn a_training_resumes_from_files_that_only_rank_0_has() {
     resumes(false);
 }
 
-/// Two parts of a job train different models at the same time, each as a job of its own.
+/// Two parts of a job train different models at the same time, each like a job of its own.
 #[test]
 fn parts_of_a_job_train_for_themselves() {
     let jobs = [Job::new(), Job { train: Points::new(7, 61), epochs: 2, shuffle: true, ..Job::new() }];
@@ -747,7 +747,7 @@ fn parts_of_a_job_train_for_themselves() {
     assert!(directory.path().join("0/checkpoint").exists() && directory.path().join("1/checkpoint").exists());
 }
 
-/// Where a peer fails, the error shows the line that began the training.
+/// If a peer fails, the error shows the line that began the training.
 #[test]
 fn errors_show_the_line_of_the_training() {
     let said = Mutex::new(String::new());

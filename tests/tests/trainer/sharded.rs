@@ -1,4 +1,4 @@
-//! Burn's trainer with sharded parameters: the bits of whole ones, and checkpoints for any number of ranks.
+//! Burn's trainer with sharded parameters: the bits of unsharded training, and checkpoints for any number of ranks.
 
 use super::*;
 use burn::optim::MuonConfig;
@@ -18,7 +18,7 @@ fn adam() -> ModuleOptimizer {
 
 #[test]
 fn a_training_has_the_bits_of_whole_parameters() {
-    // Reads after the backward hold what they gather, and a mapper comes between backward and step.
+    // The model reads parameters after the backward, which holds gathered weights, and maps itself before the step.
     let device = device().autodiff().gradient_checkpointing();
     let model = Net { shrinks: true, looks_again: true, ..Net::new(false, &device) };
     for (accumulation, world) in [(None, 1), (None, 2), (Some(4), 3)] {
@@ -41,7 +41,7 @@ fn running_statistics_stay_whole() {
     assert_eq!(all[0].hash, all[1].hash, "hashes include running statistics");
 }
 
-/// Trains for an epoch on two ranks, in parts, and goes on from the checkpoint.
+/// Trains sharded for an epoch on two ranks, and resumes from the checkpoint.
 #[test]
 fn a_checkpoint_loads_on_any_number_of_ranks_sharded_or_not() {
     let model = model();
@@ -101,13 +101,13 @@ fn what_cannot_be_sharded_is_refused_by_name() {
         let train = ddp.loader(Together).global_batch_size(BATCH).build(Points::new(1, 24))?;
         let valid = ddp.eval_loader(Together).batch_size(5).build(Points::new(2, 10))?;
         let training = ddp.training_with("unused", train, valid, &config());
-        // Prepared on rank 0 alone.
+        // Only rank 0 makes its learner by `ddp.learner`, which all ranks must call.
         let learner = match ddp.rank() {
             0 => ddp.learner(model(), adam(), 0.1, &config())?,
             _ => Learner::new(model(), adam(), 0.1),
         };
         let result = job().configure(training, &Recorder::default()).launch(learner);
-        // Rank 0 has cut its model.
+        // The model of rank 0 is sharded already.
         let file = tempfile::tempdir()?;
         let unsaved = ddp.save(&result.model, file.path().join("model")).unwrap_err().to_string();
         assert!(unsaved.contains("ended with an error before its first step"), "{unsaved}");
@@ -142,7 +142,7 @@ fn accumulation_with_local_parameters_is_refused_while_the_model_is_whole() {
     all.unwrap();
 }
 
-/// The trainer's mappers do not stay with what it returns.
+/// The model that the trainer returns does not keep the trainer's mappers.
 #[test]
 fn a_trained_model_may_be_resized() {
     for world in [1, 2] {

@@ -1,5 +1,4 @@
-//! Statements of the documents, compared with the source tree; the code they show, compiled; and the program of the
-//! README, run.
+//! Checks of the documents: statements about the source tree hold, code blocks compile, and the README's program runs.
 
 mod readme;
 mod snippets;
@@ -69,7 +68,7 @@ fn every_variable_is_in_the_configuration_page() {
     assert!(missing.is_empty(), "docs/configuration.md lacks {missing:?}");
 }
 
-/// Without this in its root a crate's files could use unsafe code and not say so.
+/// Without a lint against `unsafe` in its root, a crate's files could use unsafe code without allowing it visibly.
 #[test]
 fn unsafe_code_is_denied_in_every_crate() {
     let is_root = |name: &str| {

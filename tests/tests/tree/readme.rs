@@ -7,7 +7,7 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::prelude::*;
 use burn::tensor::TensorData;
 
-/// What the program leaves to its reader: a model, a batcher and a data set.
+/// The parts that the program of the documents leaves out: a model, a batcher and a data set.
 #[derive(Config, Debug)]
 pub(super) struct ModelConfig {}
 

@@ -32,8 +32,8 @@ struct Two {
     b: Linear,
 }
 
-/// Rank 1 dies where the others gather in forward, gather again in backward, agree on what they reduce, or scatter the
-/// second of two sums. They print the time until the error, in ms, and the error.
+/// Rank 1 dies while the others gather parameters in forward, gather them again in backward, agree on the gradients to
+/// reduce, or scatter the second of two sums. The others print the time until the error, in ms, and the error.
 pub(crate) fn kill(ddp: &Ddp) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
     let linear = || LinearConfig::new(6, 6).with_bias(false).init(&device);

@@ -1,4 +1,4 @@
-//! Training with dropout that stops on purpose, and goes on in another job; random numbers after `wrap`.
+//! Training with dropout that stops on request and is resumed by another job; random numbers drawn after `wrap`.
 
 use std::path::PathBuf;
 
@@ -25,8 +25,8 @@ fn loss(model: &Mlp, dropout: &Dropout, x: Tensor<2>) -> Tensor<1> {
     model.c.forward(model.b.forward(h).tanh()).powf_scalar(2.0).mean()
 }
 
-/// `rank dropout DIR [STOP]`: two epochs of 4 steps, from where an earlier run in `DIR` stopped, or until `STOP` steps
-/// were taken. Prints the hash of the model, and what each step's loss was.
+/// `rank dropout DIR [STOP]`: two epochs of 4 steps. Resumes where an earlier run in `DIR` stopped; stops after `STOP`
+/// steps, if given. Prints the hash of the model and the loss of each step.
 pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     let arg = |n: usize| std::env::args().nth(n);
     let dir = PathBuf::from(arg(2).unwrap_or_default());
@@ -69,7 +69,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
 }
 
 /// `rank draws SEEDED_BY`: prints two random numbers drawn after `wrap` and two drawn after a batch of the loader. The
-/// program seeds as `SEEDED_BY` says: `device` alike on all ranks, `each` rank on its own, or `none`.
+/// program seeds the device equally on all ranks (`device`), differently on each rank (`each`), or not at all (`none`).
 pub(crate) fn draws(ddp: &Ddp) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
     match std::env::args().nth(2).as_deref() {

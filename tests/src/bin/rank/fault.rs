@@ -1,5 +1,5 @@
-//! `rank fault WORLD VICTIM PHASE CAUSE`: launches itself; in the given phase the victim meets the cause, and the
-//! others tell when they hear of it and what.
+//! `rank fault WORLD VICTIM PHASE CAUSE`: launches itself as `WORLD` ranks. In the given phase the rank `VICTIM`
+//! inflicts the fault `CAUSE` on itself; the other ranks print the time and the text of the error that they get.
 //!
 //! Each process prints `PID n` first, the victim `FAULT ms` and the others `ERROR ms text`; times are milliseconds
 //! since 1970.
@@ -65,7 +65,7 @@ fn run(phase: &str, at: &dyn Fn(&str)) -> anyhow::Result<()> {
     at("barrier");
     ddp.barrier()?;
     at("idle");
-    // Nobody talks to anybody; who wants to know looks.
+    // No rank communicates here; each looks for errors of the world by itself.
     let end = Instant::now() + Duration::from_secs(60);
     while phase == "idle" && Instant::now() < end {
         ddp.world().check()?;
@@ -83,7 +83,7 @@ fn suffer(cause: &str) {
         "abort" => std::process::abort(),
         "exit" => std::process::exit(0),
         "panic" => panic!("the fault is here"),
-        // The test does something to the launcher meanwhile.
+        // Meanwhile the test sends a signal to the launcher.
         "hang" => std::thread::sleep(Duration::from_secs(60)),
         other => panic!("no cause {other:?}"),
     }

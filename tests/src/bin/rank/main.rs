@@ -82,7 +82,7 @@ fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
     let arg = |n: usize| std::env::args().nth(n).unwrap_or_default();
     let optim = if arg(2) == "adam" { Optim::Adam } else { Optim::Sgd };
     let device = ddp.device()?.autodiff();
-    // Every rank starts from other weights: what is compared comes from `wrap`. World 1 and rank 0 use the same seed.
+    // Ranks start from different weights, which `wrap` makes equal. World 1 and rank 0 use the same seed.
     device.seed(7 + ddp.rank() as u64);
     let model = to_f64(Mlp::new(&device));
     let config = WrapConfig::new().with_bucket_cap_bytes(700).with_first_bucket_cap_bytes(200);
@@ -95,7 +95,7 @@ fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a case of `burn_ddp_tests::awkward` and prints what comes out; all values on rank 0 only.
+/// Runs a case of `burn_ddp_tests::awkward` and prints its outcome, the values of the model on rank 0 only.
 fn run_case(ddp: &Ddp) -> anyhow::Result<()> {
     let name = std::env::args().nth(2).unwrap_or_default();
     let mut outcome = awkward::run(&name, ddp).ok_or_else(|| anyhow::anyhow!("no case {name:?}"))??;
@@ -106,7 +106,7 @@ fn run_case(ddp: &Ddp) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rank 1 does `fault` in its third step; the others print how long the error took and what it says.
+/// Rank 1 calls `fault` in step 3; the others print the time until their error, and the error.
 fn fail_at_step(ddp: &Ddp, fault: impl Fn()) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
     let model = ddp.wrap(Mlp::new(&device))?;
@@ -121,7 +121,7 @@ fn fail_at_step(ddp: &Ddp, fault: impl Fn()) -> anyhow::Result<()> {
             Ok(grads) => drop(GradientsParams::from_grads(grads, &model)),
             Err(error) => {
                 println!("error after {} ms in step {step}: {error}", last.elapsed().as_millis());
-                // Later calls say the same.
+                // Later calls return the same error.
                 let again = ddp.barrier().unwrap_err();
                 println!("again {}", again.to_string() == error.to_string() || matches!(again, Error::Comm(_)));
                 return Err(error.into());
