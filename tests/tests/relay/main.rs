@@ -3,7 +3,7 @@
 //! flips a bit, the job ends with an error.
 #![cfg(target_os = "linux")]
 
-mod hostfile;
+mod burnrun_hosts;
 mod mpirun;
 mod tampering_relay;
 
