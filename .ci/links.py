@@ -17,7 +17,8 @@ security = (root / "docs/security.md").read_text(encoding="utf-8")
 for row in re.findall(r"^\|(.*)\|$", security.split("## What is protected")[1].split("\n## ")[0], re.M)[2:]:
     tested = row.split("|")[-1]
     for file, names in re.findall(r"`(\w+\.rs)`: ((?:`\w+`(?:, )?)+)", tested):
-        sources = "".join(path.read_text(encoding="utf-8") for path in (root / "burn-ddp/comm").rglob(file))
+        found = [path for folder in ("burn-ddp/comm", "tests/tests") for path in (root / folder).rglob(file)]
+        sources = "".join(path.read_text(encoding="utf-8") for path in found)
         dead += [f"docs/security.md: no test {name} in {file}" for name in re.findall(r"\w+", names) if f"fn {name}(" not in sources]
     if not re.search(r"`\w+\.rs`: `|`fuzz/run.sh`", tested):
         dead.append(f"docs/security.md: no test for {row.split('|')[0].strip()!r}")
