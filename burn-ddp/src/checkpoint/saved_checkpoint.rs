@@ -145,7 +145,7 @@ impl Checkpoint {
         let held = of_name.filter(|held| !held.is_empty());
         // A checkpoint of an earlier version has no entry for models that held no gradients.
         let held_nothing = held.is_none() && (of_name.is_some() || self.manifest.held.is_empty());
-        // The model of another rank may differ in local parameters.
+        // The file holds rank 0's model. Those of the other ranks may have other local parameters.
         let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
         let fits = wrapped_in(group, &model).and_then(|wrapped| {
             let (schema, _) = values(&model)?;

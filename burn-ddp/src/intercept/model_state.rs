@@ -91,8 +91,8 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
     pub(super) sharded: ShardedGradients<B>,
-    /// Value of each slot at its last read, kept until the backward ends: a gradient that went past the tap is on this
-    /// leaf.
+    /// Leaf of each slot's parameter at its last read, kept until the backward ends. A gradient that is on it before
+    /// the averages are delivered went past the tap.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
     /// Values that the replica check compares, kept until the backward ends. For a parameter that gets a gradient it is
     /// the value that the gradient belongs to, since a lagging copy of the model may be read, too; for others it is a

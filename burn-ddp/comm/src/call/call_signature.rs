@@ -162,8 +162,8 @@ impl fmt::Display for CallInfo {
     }
 }
 
-/// A group's number as errors show it: `3` is the third group of all ranks; `2.1` is the sub-group of the first split
-/// by world rank 2 that has this rank as its first. No two groups of a world have the same number.
+/// A group's number as errors show it: `3` is the third group of all ranks; `2.1` is the sub-group with world rank 2
+/// as its first member, from that rank's first call of `split`. No two groups of a world have the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupId(pub u64);
 

@@ -312,7 +312,7 @@ fn local(me: &Identity, host: &str, launcher: Launcher) -> Result<(usize, usize)
         None if bind_and_connect::is_loopback(host) || me.world_size == 1 => Ok((me.rank, me.world_size)),
         None => Err(Error::environment(format!(
             "{} and {} are not set; they are needed because the master, {host}, may be another machine (if all ranks \
-             run on one, name it 127.0.0.1)",
+             run on one machine, give 127.0.0.1 as the master's address)",
             row.local_rank, row.local_world_size
         ))),
     }

@@ -48,8 +48,8 @@ impl Membership {
             diagnosis.text = format!(
                 "ranks {waits} and {awaited} are both in this call and their heartbeats arrive, but data from rank \
                  {awaited} do not reach rank {waits}: a firewall or NAT between their machines may have forgotten a \
-                 connection that was idle (a shorter peer timeout has it probed more often), or the network loses \
-                 packets or is slow"
+                 connection that was idle (a shorter BURN_DDP_PEER_TIMEOUT probes idle connections more often), or the \
+                 network loses packets or is slow"
             );
         }
         diagnosis

@@ -28,7 +28,7 @@ struct Times {
     report: Instant,
     /// Time from that report to the one after it. Doubles with each report.
     interval: Duration,
-    /// Time of the next look for a deadlock; `None` between processes, where the monitor looks.
+    /// Time of the next look for a deadlock; `None` if the ranks are processes, where the monitor thread looks.
     circle: Option<Instant>,
 }
 

@@ -13,7 +13,8 @@ use crate::store::{Serving, Store, StoreClient};
 use crate::topology::Machines;
 use crate::{Error, JobKey, PeerInfo, Result};
 
-/// Most rounds of one job in one store; a program that needs more joins in a loop.
+/// Most rounds of one job in one store. A program that reaches it calls [`World::join`](crate::World::join) in an
+/// endless loop.
 const ROUNDS_CAP: u32 = 10_000;
 /// Time by which the other ranks wait longer than the rank that hosts the store.
 const AFTER_THE_HOST: Duration = Duration::from_secs(1);

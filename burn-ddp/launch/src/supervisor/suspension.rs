@@ -37,7 +37,7 @@ impl Supervisor {
         self.act(Action::AnnouncePause);
     }
 
-    /// Continues the suspension after the caller has carried out [`Action::AnnouncePause`].
+    /// Stops the ranks, once the caller has carried out [`Action::AnnouncePause`].
     pub(crate) fn pause_announced(&mut self, now: Instant) -> Vec<Action> {
         let ranks: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
         ranks.iter().for_each(|&rank| self.signal(rank, libc::SIGSTOP));

@@ -193,7 +193,7 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
         let (input, output) = (pin(&run.input)?, pin(&run.output)?);
         pieces.push(Piece { input, output, len_elems: run.len_elems });
     }
-    // Gradients of other streams than this one let it wait for them first.
+    // `resolve` makes the stream `home` wait for the other streams that compute the gradients.
     let inputs = runs.iter().map(|run| &run.input);
     let mut streams = server.write_streams().resolve(home, inputs).map_err(|e| format!("{e}"))?;
     let stream = streams.current().sys;

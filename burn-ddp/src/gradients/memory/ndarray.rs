@@ -1,5 +1,5 @@
-//! NdArray: gradients are read where they are. Averages are copied: NdArray would copy borrowed memory in every
-//! operation.
+//! NdArray: contiguous gradients in f32 and f64 are read where they are. Averages are copied out of the shared buffer,
+//! since NdArray would copy a tensor that borrows its memory in every operation.
 
 use burn::backend::NdArray;
 use burn::backend::ndarray::NdArrayTensor;

@@ -1,9 +1,9 @@
 //! Gradients of sharded parameters: summed over reads and micro-batches, then reduced to the average of a part.
 //!
-//! Each reduction is a collective of its own, so all ranks must make the same ones in the same order. A rank cannot
-//! know them alone: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on
-//! other threads. Before the first reduction of a backward the ranks agree, once, on the reads to wait for and on the
-//! parameters that have a gradient.
+//! Each reduction is a collective of its own, so all ranks must make the same ones in the same order. A rank alone
+//! cannot tell when a gradient is complete: a read (`Param::val`) whose forward was dropped counts as outstanding
+//! until Burn sweeps its graph, and when Burn does so depends on other threads. Before the first reduction of a
+//! backward the ranks agree, once, on the reads to wait for and on the parameters that have a gradient.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -142,7 +142,8 @@ impl<B: GradientMemory> ShardedGradients<B> {
     ) -> Result<()> {
         let s = shards.slot(slot);
         let Some(agreed) = &self.agreement else {
-            return Err(shards.fault(format!("the gradient of {} came before the ranks agreed on it", s.path)));
+            return Err(shards
+                .fault(format!("the gradient of {} came before the ranks agreed which gradients to reduce", s.path)));
         };
         let state = &mut self.slots[slot];
         if !agreed.contributes && !agreed.held[slot] {
