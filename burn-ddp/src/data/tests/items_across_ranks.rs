@@ -45,7 +45,7 @@ fn warnings<D: Dataset<usize> + 'static>(dataset: impl Fn() -> D + Sync) -> Vec<
 fn items_drawn_alike_on_all_ranks_are_a_warning() {
     let warned = warnings(|| Drawn(AtomicUsize::new(1)));
     assert_eq!(warned.len(), 1, "{warned:?}");
-    assert!(warned[0].contains("equal gradients") && warned[0].contains("seeded alike"), "{warned:?}");
+    assert!(warned[0].contains("equal gradients") && warned[0].contains("that has the same seed"), "{warned:?}");
     assert!(warnings(|| numbers(40)).is_empty());
 }
 
