@@ -11,6 +11,7 @@ amount=${1:-10000000}
 
 RUSTC_WRAPPER=$PWD/rustc_with_coverage.sh
 export RUSTC_WRAPPER
+unset RUSTFLAGS
 target=$(rustc -vV | sed -n 's/host: //p')
 built=${CARGO_TARGET_DIR:-target}
 case $amount in *s) profile=short how_long=-max_total_time=${amount%s} ;; *) profile=release how_long=-runs=$amount ;; esac

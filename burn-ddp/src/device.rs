@@ -132,8 +132,8 @@ impl LocalRank {
             None => {
                 let names: Vec<_> = kinds.iter().map(|kind| kind.name).collect();
                 Err(Error::invalid(format!(
-                    "{KIND}={wanted}, but that is not built in; built in are: {}. If burn-ddp has a feature {wanted:?}, \
-                     enable it",
+                    "{KIND}={wanted}, but that is not built in; built in are: {}. If burn-ddp has a feature \
+                     {wanted:?}, enable it",
                     names.join(", ")
                 )))
             }

@@ -83,8 +83,9 @@ pub enum Error {
         rank: Option<usize>,
         /// The file, directory or URL on that rank; `None` if the failure belongs to no single path.
         path: Option<PathBuf>,
-        /// Kind of the I/O error, [`io::ErrorKind::InvalidData`] for damaged checkpoints; `None` if the failure was
-        /// no I/O error.
+        /// Kind of the I/O error, [`io::ErrorKind::InvalidData`] for damaged checkpoints, and
+        /// [`io::ErrorKind::Other`] for kinds that files and object storage rarely have. `None` if the failure was no
+        /// I/O error, or Burn wrote the file (an optimizer's state), whose errors say no kind.
         kind: Option<io::ErrorKind>,
         /// The file and the problem, in words.
         reason: String,

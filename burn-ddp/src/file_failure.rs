@@ -11,7 +11,7 @@ use crate::Error;
 
 /// The kinds of I/O errors that reach other ranks, by their index here. Any other kind arrives as
 /// [`ErrorKind::Other`].
-const KINDS: [ErrorKind; 22] = [
+const KINDS: [ErrorKind; 28] = [
     ErrorKind::Other,
     ErrorKind::NotFound,
     ErrorKind::PermissionDenied,
@@ -34,6 +34,12 @@ const KINDS: [ErrorKind; 22] = [
     ErrorKind::Unsupported,
     ErrorKind::OutOfMemory,
     ErrorKind::BrokenPipe,
+    ErrorKind::ConnectionRefused,
+    ErrorKind::ConnectionReset,
+    ErrorKind::ConnectionAborted,
+    ErrorKind::HostUnreachable,
+    ErrorKind::NetworkUnreachable,
+    ErrorKind::Interrupted,
 ];
 
 /// The parts of an [`Error::File`] that do not depend on the rank.
@@ -141,7 +147,7 @@ mod tests {
 
     #[test]
     fn a_cause_keeps_its_path_and_an_unknown_kind_is_other() {
-        let cause = FileFailure::from(io::Error::from(ErrorKind::Interrupted)).at(Path::new("inner"));
+        let cause = FileFailure::from(io::Error::from(ErrorKind::AddrInUse)).at(Path::new("inner"));
         let Error::File { rank, path, kind, reason } =
             FileFailure::of("cannot", Path::new("outer"), cause).into_error(None)
         else {

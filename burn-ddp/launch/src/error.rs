@@ -49,7 +49,7 @@ pub enum LaunchError {
     Usage(String),
 
     /// The hostfile cannot be read, or one of its lines is wrong.
-    #[error("cannot read the hostfile {}: {reason}", path.display())]
+    #[error("the hostfile {} cannot be used: {reason}", path.display())]
     Hostfile {
         /// The hostfile.
         path: PathBuf,

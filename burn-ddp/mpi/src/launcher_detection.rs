@@ -49,7 +49,7 @@ pub fn detect() -> Result<Option<LaunchEnv>> {
         return Ok(Some(env));
     }
     if env.local_world_size != env.world_size {
-        let message = "under MPICH's mpirun on several machines the ranks cannot agree where to meet: set \
+        let message = "under MPICH's mpirun on several machines ranks that use MPI cannot agree where to meet: set \
                        BURN_DDP_MASTER=host:port, where host is rank 0's, and BURN_DDP_SECRET_FILE (burnrun secret)";
         return Err(environment(message.to_owned()));
     }

@@ -12,7 +12,7 @@ use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
 use crate::error::environment;
-use crate::ffi::{self, Requests};
+use crate::ffi::{self, Failure, Requests};
 
 /// Time between two checks of a wait.
 const LOOK: Duration = Duration::from_millis(20);
@@ -128,7 +128,10 @@ fn life() {
         state = PROCESS.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
     drop(state);
-    if let Err(failure) = ffi::finalize() {
+    // Where something else has finalized MPI, nothing is left to do.
+    if let Err(failure) = ffi::finalize()
+        && !matches!(failure, Failure::Finalized)
+    {
         tracing::warn!(%failure, "MPI could not be finalized");
     }
     enter(Stage::Ended);

@@ -8,6 +8,7 @@ use burn_ddp_comm::{Call, Error};
 
 /// Reason why a call on a device did not succeed.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum DeviceError {
     /// Message of NCCL or of the CUDA driver.
     Library(String),

@@ -7,6 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use burn_ddp_comm::{DType as CommDType, ProcessGroup};
 
+use crate::file_failure::FileFailure;
 use crate::intercept::{Part, bypass, parts};
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::schema::unreadable;
@@ -47,7 +48,7 @@ struct Load<'a> {
     parts: &'a HashMap<String, Part>,
     path: Vec<String>,
     /// The first error; nothing is read after it.
-    error: Option<String>,
+    error: Option<FileFailure>,
 }
 
 impl Load<'_> {
@@ -64,7 +65,8 @@ impl Load<'_> {
                 let (id, dims, value) = (param.id, param.base().dims(), tensor(data, &param.base()));
                 let loaded = param.transform_for_load(value, id);
                 if loaded.base().dims() != dims {
-                    self.error = Some(format!("{path} is {dims:?} in the model, but {:?} here", loaded.base().dims()));
+                    let reason = format!("{path} is {dims:?} in the model, but {:?} here", loaded.base().dims());
+                    self.error = Some(reason.into());
                 }
                 loaded
             }

@@ -127,7 +127,7 @@ impl Piece {
         }
         let mut from = self.from.start;
         for chunk in own.chunks_mut(CHUNK_BYTES) {
-            main_first::on_main(group, || Ok(file.map_or(Ok(()), |file| file.fill(from, chunk))?))?;
+            main_first::on_main(group, || file.map_or(Ok(()), |file| file.fill(from, chunk)))?;
             group.broadcast_bytes(DType::U8, chunk, 0)?;
             from += chunk.len();
         }

@@ -261,10 +261,9 @@ impl Checkpoint {
     fn open(&self, name: &str) -> Result<Option<TensorFile>> {
         let mut opened = None;
         main_first::on_main(self.ddp.group(), || {
-            let file = TensorFile::read(self.verified(name)?);
-            let path = self.path.join(name);
-            let failed = |e: String| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
-            opened = Some(file.map_err(failed)?);
+            let (file, path) = (self.verified(name)?, self.path.join(name));
+            let failed = |e: FileFailure| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
+            opened = Some(TensorFile::read(file, &path).map_err(failed)?);
             Ok(())
         })?;
         Ok(opened)

@@ -4,16 +4,19 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
 use burn::tensor::TensorData;
 
 use super::burnpack_header::{Item, read_header};
 use super::burnpack_tensors::{StoredTensor, tensors};
+use crate::file_failure::FileFailure;
 
 /// A file whose header was read.
 #[derive(Debug)]
 pub(crate) struct TensorFile {
     file: File,
+    path: PathBuf,
     pub(crate) header: Item,
     /// Offset of the data in the file.
     start: usize,
@@ -21,23 +24,27 @@ pub(crate) struct TensorFile {
 }
 
 impl TensorFile {
-    pub(crate) fn read(mut file: File) -> Result<Self, String> {
-        let (header, start) = read_header(&mut file)?;
-        let tensors = tensors(&header)?.into_iter().map(|(t, place)| (t.name.clone(), (t, place))).collect();
-        Ok(TensorFile { file, header, start, tensors })
+    /// Reads the header of `file`, which is at `path`.
+    pub(crate) fn read(mut file: File, path: &Path) -> Result<Self, FileFailure> {
+        let at = |e: String| FileFailure::from(e).at(path);
+        let (header, start) = read_header(&mut file).map_err(at)?;
+        let tensors =
+            tensors(&header).map_err(at)?.into_iter().map(|(t, place)| (t.name.clone(), (t, place))).collect();
+        Ok(TensorFile { file, path: path.into(), header, start, tensors })
     }
 
     /// Reads a tensor. Each tensor can be read once.
-    pub(crate) fn tensor(&mut self, name: &str) -> Result<TensorData, String> {
-        let (stored, place) = self.tensors.remove(name).ok_or_else(|| format!("it has no {name}"))?;
+    pub(crate) fn tensor(&mut self, name: &str) -> Result<TensorData, FileFailure> {
+        let absent = || FileFailure::from(format!("it has no {name}")).at(&self.path);
+        let (stored, place) = self.tensors.remove(name).ok_or_else(absent)?;
         Ok(TensorData::from_bytes_vec(self.bytes(place)?, stored.dims, stored.dtype))
     }
 
     /// Reads a range of the data.
-    pub(crate) fn bytes(&self, place: Range<usize>) -> Result<Vec<u8>, String> {
-        let failed = |e: std::io::Error| e.to_string();
-        if self.file.metadata().map_err(failed)?.len() < (self.start + place.end) as u64 {
-            return Err("it is cut off".into());
+    pub(crate) fn bytes(&self, place: Range<usize>) -> Result<Vec<u8>, FileFailure> {
+        let metadata = self.file.metadata().map_err(|e| FileFailure::from(e).at(&self.path))?;
+        if metadata.len() < (self.start + place.end) as u64 {
+            return Err(FileFailure::from("it is cut off").at(&self.path));
         }
         let mut bytes = vec![0; place.len()];
         self.fill(place.start, &mut bytes)?;
@@ -45,7 +52,8 @@ impl TensorFile {
     }
 
     /// Reads the data from `start` on.
-    pub(crate) fn fill(&self, start: usize, bytes: &mut [u8]) -> Result<(), String> {
-        self.file.read_exact_at(bytes, (self.start + start) as u64).map_err(|e| e.to_string())
+    pub(crate) fn fill(&self, start: usize, bytes: &mut [u8]) -> Result<(), FileFailure> {
+        let failed = |e: std::io::Error| FileFailure::from(e).at(&self.path);
+        self.file.read_exact_at(bytes, (self.start + start) as u64).map_err(failed)
     }
 }

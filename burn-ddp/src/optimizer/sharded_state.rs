@@ -78,13 +78,15 @@ impl<'a> StateInParts<'a> {
         let keys = self.tensors.iter().filter(|tensor| tensor.part.is_some());
         let keys = keys.map(|tensor| (tensor.key.clone(), format!("{:?}", tensor.stored.dtype))).collect::<Vec<_>>();
         let of_main = group.broadcast_object(Some(keys.clone()), 0)?;
-        let ordered = if group.rank() == 0 { Ok(()) } else { self.order_by(&of_main, group.ranks()[group.rank()]) };
+        let ordered = if group.rank() == 0 { Ok(()) } else { self.order_by(&of_main, group) };
         agreement::on_outcome(group, "save its optimizer's state", ordered)?;
         burnpack_writer::write(group, self.tensors, &self.others, sink, work)
     }
 
-    /// Keeps only the tensors of parts, in the order of rank 0. `rank` is this one, for errors.
-    fn order_by(&mut self, of_main: &[((String, String), String)], rank: usize) -> Result<()> {
+    /// Keeps only the tensors of parts, in the order of the group's rank 0.
+    fn order_by(&mut self, of_main: &[((String, String), String)], group: &ProcessGroup) -> Result<()> {
+        // Errors show ranks of the world.
+        let (main, rank) = (group.ranks()[0], group.ranks()[group.rank()]);
         let mut parts: HashMap<(String, String), StateTensor<'a>> = HashMap::new();
         let own = self.tensors.drain(..).filter(|tensor| tensor.part.is_some());
         parts.extend(own.map(|tensor| (tensor.key.clone(), tensor)));
@@ -95,15 +97,15 @@ impl<'a> StateInParts<'a> {
             ))
         };
         for (key, dtype) in of_main {
-            let absent = || differs(key, &format!("is on rank 0, but not on rank {rank}"));
+            let absent = || differs(key, &format!("is on rank {main}, but not on rank {rank}"));
             let own = parts.remove(key).ok_or_else(absent)?;
             if format!("{:?}", own.stored.dtype) != *dtype {
-                let how = format!("is {dtype} on rank 0, but {:?} on rank {rank}", own.stored.dtype);
+                let how = format!("is {dtype} on rank {main}, but {:?} on rank {rank}", own.stored.dtype);
                 return Err(differs(key, &how));
             }
             self.tensors.push(own);
         }
-        let more = |key| Err(differs(key, &format!("is on rank {rank}, but not on rank 0")));
+        let more = |key| Err(differs(key, &format!("is on rank {rank}, but not on rank {main}")));
         parts.keys().next().map_or(Ok(()), more)
     }
 }

@@ -456,10 +456,9 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let key = Key::new([7; super::hmac_key::KEY_BYTES]);
     let _ = (check(&greeting.0), greeting.role(), opening.tag(), opening.check(), begins_like_ours(bytes));
     assert!(opening.prove(&key, &greeting).is_none(), "sealed by chance");
-    // A client with the key may ask for anything. That takes a hundred times as long as all above, so only one run in
-    // 32 does it, and the first one, which repeats a finding.
-    static RUNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
-    if RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 32 != 0 {
+    // A client with the key may ask for anything. That takes a hundred times as long as all above, so only one input in
+    // 32 does it.
+    if bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_mul(31).wrapping_add(*byte)) % 32 != 0 {
         return;
     }
     let rank = [*first; RANK_BYTES];

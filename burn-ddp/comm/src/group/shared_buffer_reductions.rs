@@ -82,7 +82,7 @@ impl ProcessGroup {
     ///
     /// All ranks pass equally many elements of the same type. The engine defines where the result lies, and if it is
     /// complete when the call returns: NCCL returns once the reduction is enqueued on the device. The engine also
-    /// determines the cost: NCCL exchanges the calls in host memory in one step, and the elements between the devices.
+    /// determines the cost: NCCL exchanges the calls in host memory in two steps, and the elements between the devices.
     ///
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///

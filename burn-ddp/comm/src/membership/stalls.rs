@@ -58,8 +58,7 @@ impl Membership {
     /// Activity of `rank`, as far as it is known. `None` for a rank that does not exist.
     pub(super) fn activity(&self, rank: usize) -> Option<Activity> {
         self.shared.peers.get(rank)?;
-        let ended =
-            if self.is_unannounced(rank) { "has ended, with no connection left for a goodbye" } else { "has left" };
+        let ended = if self.is_unannounced(rank) { "has ended without a goodbye" } else { "has left" };
         let left = self.has_left(rank).then_some(ended);
         if rank == self.rank || self.shared.local {
             let local = &self.shared.local_ranks[rank];

@@ -33,7 +33,7 @@ impl Membership {
     /// Error of a wait for `rank` after it left or closed its side of a group, or ended unheard.
     pub fn left_error(&self, rank: usize) -> Error {
         if self.is_unannounced(rank) {
-            return self.lost_error(rank, "its process has ended, and no connection was left for a goodbye");
+            return self.lost_error(rank, "its process has ended, and no goodbye was received");
         }
         Error::PeerLeft { peer: self.shared.peers[rank].clone(), during: None }
     }

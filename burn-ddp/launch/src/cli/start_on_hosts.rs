@@ -153,7 +153,7 @@ mod tests {
             ("burnrun -H a --stdio first-rank-inherits ./train", "terminal"),
             ("burnrun -H a -x BURN_DDP_NO_SUCH_VARIABLE ./train", "write -x"),
             ("burnrun -H a,a ./train", "twice"),
-            ("burnrun --hostfile /no/such/file ./train", "cannot read the hostfile"),
+            ("burnrun --hostfile /no/such/file ./train", "the hostfile /no/such/file cannot be used: "),
         ] {
             let error = of(line).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(error.contains(part), "{line}: {error}");
