@@ -39,12 +39,12 @@ def power(base, exponent):
         base *= base
 
 
-def adam_lr(lr, time):
+def adam_lr(time):
     """The learning rate that makes up for Burn's corrections of the bias, which are in f32, and torch's in f64"""
     one = numpy.float32(1)
     burn = numpy.sqrt(one - power(BETAS[1], time)) / (one - power(BETAS[0], time))
     exact = (1 - BETAS[1] ** time) ** 0.5 / (1 - BETAS[0] ** time)
-    return lr * float(burn) / exact
+    return ADAM_LR * float(burn) / exact
 
 
 def whole(tensor):
@@ -73,7 +73,7 @@ def train(rank, port, adam, queue):
         if first_gradients is None:
             first_gradients = {name: whole(p.grad).flatten().tolist() for name, p in net.named_parameters()}
         if adam:
-            optimizer.param_groups[0]["lr"] = adam_lr(ADAM_LR, step + 1)
+            optimizer.param_groups[0]["lr"] = adam_lr(step + 1)
         optimizer.step()
         losses.append(loss.item())
     parts = {name: list(p.to_local().shape) for name, p in net.named_parameters()}

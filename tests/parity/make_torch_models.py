@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from make_torch_fsdp import BETAS, EPSILON, adam_lr
+from make_torch_fsdp import BETAS, EPSILON, power
 
 WORLD = 2
 HERE = pathlib.Path(__file__).resolve().parent
@@ -162,7 +162,8 @@ class Attention(Case):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(13, 8)
-        self.query, self.key, self.value, self.out = (torch.nn.Linear(8, 8) for _ in range(4))
+        # A bias of the keys would change no output: its gradient is rounding alone.
+        self.query, self.key, self.value, self.out = (torch.nn.Linear(8, 8, bias=nth != 1) for nth in range(4))
         self.norm = torch.nn.LayerNorm(8)
         self.head = torch.nn.Linear(8, 13)
 
@@ -190,9 +191,11 @@ def optimizer_step(net, optimizer, step):
     if net.adamw is not None:
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), net.adamw["max_norm"])
         assert norm > net.adamw["max_norm"], f"step {step} clips nothing"
-        # A decay of lr · weight_decay, as Burn's: `adam_lr` makes up for the bias of Burn's moments only.
-        group, lr = optimizer.param_groups[0], adam_lr(net.lr, step + 1)
-        group["lr"], group["weight_decay"] = lr, net.adamw["weight_decay"] * net.lr / lr
+        # Makes up for Burn's corrections of the bias, which are in f32; the decay is by the unchanged learning rate.
+        one, group = numpy.float32(1), optimizer.param_groups[0]
+        first, second = ((1 - beta ** (step + 1)) / float(one - power(beta, step + 1)) for beta in BETAS)
+        group["lr"], group["eps"] = net.lr * first / second**0.5, EPSILON / second**0.5
+        group["weight_decay"] = net.adamw["weight_decay"] * net.lr / group["lr"]
     optimizer.step()
 
 

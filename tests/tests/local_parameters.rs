@@ -288,7 +288,7 @@ fn accumulation_is_refused_since_nothing_holds_local_gradients() {
             Ok(errors.map(|error| error.map_or("none".into(), |error| error.to_string())))
         });
         for error in errors.unwrap().iter().flatten() {
-            for part in ["heads.0.bias", "heads.0.weight", "a model of its own that is not wrapped"] {
+            for part in ["heads.0.bias", "heads.0.weight", "a model of their own that is not wrapped"] {
                 assert!(error.contains(part), "{part} is not in {error}");
             }
         }

@@ -434,10 +434,12 @@ struct Attention {
 impl Model for Attention {
     fn new(device: &Device) -> Self {
         let linear = |outputs| LinearConfig::new(8, outputs).init(device);
+        // A bias of the keys would change no output: its gradient is rounding alone.
+        let key = LinearConfig::new(8, 8).with_bias(false).init(device);
         Attention {
             embedding: EmbeddingConfig::new(13, 8).init(device),
             query: linear(8),
-            key: linear(8),
+            key,
             value: linear(8),
             out: linear(8),
             norm: LayerNormConfig::new(8).init(device),
