@@ -191,7 +191,8 @@ pub(crate) fn fuzz(bytes: &[u8]) {
         // Makes room for more questions.
         while theirs.read(&mut [0; 16 * 1024]).is_ok_and(|read| read > 0) {}
     }
-    assert!(pmi.end().is_err(), "it says no more");
+    // After a wrong answer, the acknowledgement of the end may still be among the bytes.
+    let _ = pmi.end();
 }
 
 fn failure(what: &str) -> Error {
