@@ -72,13 +72,13 @@ impl FileWork {
 }
 
 impl FileFailure {
-    /// `cannot: cause`, for `path` unless `cause` names another one.
-    pub(crate) fn of(cannot: impl fmt::Display, path: &Path, cause: impl Into<FileFailure>) -> Self {
-        cause.into().within(cannot).at(path)
+    /// `cannot path: cause`, such as `cannot read a/file: cause`; for `path` unless `cause` names another one.
+    pub(crate) fn of(cannot: &str, path: &Path, cause: impl Into<FileFailure>) -> Self {
+        cause.into().within(format_args!("{cannot} {}", path.display())).at(path)
     }
 
     /// Puts `cannot: ` in front of the reason.
-    fn within(self, cannot: impl fmt::Display) -> Self {
+    pub(crate) fn within(self, cannot: impl fmt::Display) -> Self {
         FileFailure { reason: format!("{cannot}: {}", self.reason), ..self }
     }
 
@@ -134,11 +134,11 @@ mod tests {
     fn path_and_kind_reach_every_rank() {
         let read = |ddp: Ddp| {
             let path = Path::new("no/such/file");
-            let read = || Ok(std::fs::read(path).map_err(|e| FileFailure::of("cannot read it", path, e))?.len());
+            let read = || Ok(std::fs::read(path).map_err(|e| FileFailure::of("cannot read", path, e))?.len());
             Ok(main_first::on_main(ddp.group(), read).unwrap_err())
         };
         for error in Ddp::spawn(2, read).unwrap() {
-            assert!(error.to_string().starts_with("rank 0 cannot read it: "), "{error}");
+            assert!(error.to_string().starts_with("rank 0 cannot read no/such/file: "), "{error}");
             let Error::File { rank, path, kind, .. } = error else { panic!("{error}") };
             assert_eq!((rank, kind), (Some(0), Some(ErrorKind::NotFound)));
             assert_eq!(path.as_deref(), Some(Path::new("no/such/file")));
@@ -149,12 +149,12 @@ mod tests {
     fn a_cause_keeps_its_path_and_an_unknown_kind_is_other() {
         let cause = FileFailure::from(io::Error::from(ErrorKind::AddrInUse)).at(Path::new("inner"));
         let Error::File { rank, path, kind, reason } =
-            FileFailure::of("cannot", Path::new("outer"), cause).into_error(None)
+            FileFailure::of("cannot read", Path::new("outer"), cause).into_error(None)
         else {
             panic!("another error")
         };
         assert_eq!((rank, kind), (None, Some(ErrorKind::Other)));
         assert_eq!(path.as_deref(), Some(Path::new("inner")));
-        assert!(reason.starts_with("cannot: "), "{reason}");
+        assert!(reason.starts_with("cannot read outer: "), "{reason}");
     }
 }

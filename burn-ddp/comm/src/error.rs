@@ -172,7 +172,7 @@ pub enum Error {
     Protocol {
         /// The rank.
         peer: usize,
-        /// What was expected and what was received.
+        /// The expected value and the received one.
         message: String,
         /// The collective in which it arrived.
         during: Option<Box<CallInfo>>,

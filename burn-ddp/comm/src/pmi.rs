@@ -187,12 +187,16 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let deadline = Instant::now() + std::time::Duration::from_secs(60);
     let Ok(mut pmi) = Pmi::begin(ours.as_raw_fd(), deadline) else { return };
     assert!(!pmi.job().contains(' '));
-    while pmi.put("key", "value").and_then(|()| pmi.barrier()).and_then(|()| pmi.get("key")).is_ok() {
+    let error = loop {
+        if let Err(e) = pmi.put("key", "value").and_then(|()| pmi.barrier()).and_then(|()| pmi.get("key")) {
+            break e.to_string();
+        }
         // Makes room for more questions.
         while theirs.read(&mut [0; 16 * 1024]).is_ok_and(|read| read > 0) {}
-    }
+    };
     // After a wrong answer, the acknowledgement of the end may still be among the bytes.
-    let _ = pmi.end();
+    let ended = pmi.end();
+    assert!(ended.is_err() || !error.contains("it closed the connection"), "it says no more");
 }
 
 fn failure(what: &str) -> Error {

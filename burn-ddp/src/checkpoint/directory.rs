@@ -299,7 +299,7 @@ impl Directory {
     }
 
     fn cannot_read(&self, cause: impl Into<FileFailure>) -> FileFailure {
-        FileFailure::of(format!("cannot read {}", self.path.display()), &self.path, cause)
+        FileFailure::of("cannot read", &self.path, cause)
     }
 
     /// Removes the checkpoints that are older than the newest complete ones that `keep` keeps, except the best ones.

@@ -35,12 +35,11 @@ impl LocalFolder {
 
     fn lock(&self) -> Result<Lock, FileFailure> {
         let path = self.0.join(LOCK);
-        let failed = |e: io::Error| FileFailure::of(format!("cannot lock {}", path.display()), &path, e);
+        let failed = |e: io::Error| FileFailure::of("cannot lock", &path, e);
         let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
         lock.try_lock().map_err(|e| match e {
             TryLockError::WouldBlock => {
-                let cannot = format!("cannot save to {}", self.0.display());
-                FileFailure::of(cannot, &self.0, "another job saves there").of_kind(ErrorKind::ResourceBusy)
+                FileFailure::of("cannot save to", &self.0, "another job saves there").of_kind(ErrorKind::ResourceBusy)
             }
             TryLockError::Error(e) => failed(e),
         })?;
@@ -51,8 +50,7 @@ impl LocalFolder {
 impl Storage for LocalFolder {
     fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure> {
         let lock = self.lock()?;
-        let failed = |e: io::Error| FileFailure::of(format!("cannot read {}", self.0.display()), &self.0, e);
-        leftover::remove_all(&self.0, TEMPORARY).map_err(failed)?;
+        leftover::remove_all(&self.0, TEMPORARY).map_err(|e| FileFailure::of("cannot read", &self.0, e))?;
         Ok(Box::new(lock))
     }
 
@@ -95,11 +93,11 @@ impl Storage for LocalFolder {
 /// Makes the directory and those above it that are missing, durably. Returns its absolute path.
 pub(super) fn make(path: &Path) -> Result<PathBuf, FileFailure> {
     if path.is_file() {
-        let cannot = format!("cannot keep checkpoints in {}", path.display());
-        return Err(FileFailure::of(cannot, path, "that is a file; give a directory").of_kind(ErrorKind::NotADirectory));
+        let failure = FileFailure::of("cannot keep checkpoints in", path, "that is a file; give a directory");
+        return Err(failure.of_kind(ErrorKind::NotADirectory));
     }
     let made = make_dirs(path, sync_dir).and_then(|()| path.canonicalize());
-    made.map_err(|e| FileFailure::of(format!("cannot make the directory {}", path.display()), path, e))
+    made.map_err(|e| FileFailure::of("cannot make the directory", path, e))
 }
 
 /// Makes a directory and those above it that are missing, and calls `sync` for the parent of each.

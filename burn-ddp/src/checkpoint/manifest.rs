@@ -141,7 +141,7 @@ pub(super) enum VerifyError {
 impl VerifyError {
     /// The failure to do something with the checkpoint at `path` for this reason.
     pub(super) fn failure(&self, cannot: &str, path: &Path) -> FileFailure {
-        let failure = FileFailure::of(format!("{cannot} {}", path.display()), path, self.to_string());
+        let failure = FileFailure::of(cannot, path, self.to_string());
         match self {
             VerifyError::Corrupt(_) => failure.of_kind(ErrorKind::InvalidData),
             VerifyError::Unreadable(kind, _) => failure.of_kind(*kind),

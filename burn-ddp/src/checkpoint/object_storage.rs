@@ -182,7 +182,7 @@ fn complete(objects: &[Vec<String>]) -> Vec<String> {
 
 impl Storage for ObjectStorage {
     fn own(&self) -> Result<Box<dyn Any + Send>, FileFailure> {
-        let failed = |e: io::Error| FileFailure::of(format!("cannot save to {}", self.url.display()), &self.url, e);
+        let failed = |e: io::Error| FileFailure::of("cannot save to", &self.url, e);
         let Opened { connection, local_prefix } = self.opened().map_err(failed)?;
         let random = RandomState::new().hash_one((std::process::id(), SystemTime::now()));
         let token = format!("{random:016x}");

@@ -38,7 +38,8 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub(super) fn new(ddp: Ddp, storage: Arc<dyn Storage>, path: PathBuf, manifest: &str) -> Result<Self> {
-        let manifest = Manifest::parse(manifest).map_err(|e| Error::file(FileFailure::of(path.display(), &path, e)))?;
+        let manifest = Manifest::parse(manifest)
+            .map_err(|e| Error::file(FileFailure::from(e).within(path.display()).at(&path)))?;
         Ok(Checkpoint { ddp, storage, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
@@ -216,7 +217,7 @@ impl Checkpoint {
             return Err(self.missing(&name));
         }
         let bytes = self.broadcast_file(&name)?;
-        let failed = |e: String| Error::file(FileFailure::of(&name, &self.path.join(&name), e));
+        let failed = |e: String| Error::file(FileFailure::from(e).within(&name).at(&self.path.join(&name)));
         LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| failed(e.to_string()))
     }
 
@@ -244,7 +245,7 @@ impl Checkpoint {
     /// Opens a file, and compares its checksum with the manifest's.
     fn verified(&self, name: &str) -> Result<File, FileFailure> {
         let path = self.path.join(name);
-        let failed = |e: io::Error| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
+        let failed = |e: io::Error| FileFailure::of("cannot read", &path, e);
         let checkpoint = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut file = self.storage.open(&checkpoint, name).map_err(failed)?;
         let checksum = Checksum::of_file(&mut file).map_err(failed)?;
@@ -262,7 +263,7 @@ impl Checkpoint {
         let mut opened = None;
         main_first::on_main(self.ddp.group(), || {
             let (file, path) = (self.verified(name)?, self.path.join(name));
-            let failed = |e: FileFailure| FileFailure::of(format!("cannot read {}", path.display()), &path, e);
+            let failed = |e: FileFailure| FileFailure::of("cannot read", &path, e);
             opened = Some(TensorFile::read(file, &path).map_err(failed)?);
             Ok(())
         })?;

@@ -24,14 +24,13 @@ pub(super) fn make(path: &Path) -> Result<PathBuf, FileFailure> {
         );
         return Err(FileFailure::from(reason).at(path));
     }
-    let cannot = || format!("cannot open {}", path.display());
     match scheme(path) {
         None => local_folder::make(path),
         #[cfg(feature = "s3")]
         Some("s3") => object_storage::check(path),
         #[cfg(not(feature = "s3"))]
-        Some("s3") => Err(FileFailure::of(cannot(), path, "burn-ddp was built without its feature `s3`")),
-        Some(_) => Err(FileFailure::of(cannot(), path, "checkpoints go to a folder or to s3://BUCKET/PREFIX")),
+        Some("s3") => Err(FileFailure::of("cannot open", path, "burn-ddp was built without its feature `s3`")),
+        Some(_) => Err(FileFailure::of("cannot open", path, "checkpoints go to a folder or to s3://BUCKET/PREFIX")),
     }
 }
 

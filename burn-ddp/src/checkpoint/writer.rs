@@ -124,7 +124,7 @@ impl Contents {
             None => Sink::Memory(Vec::new()),
             Some(directory) => {
                 let path = directory.join(name);
-                let failed = |e| Error::file(FileFailure::of(path.display(), &path, e));
+                let failed = |e| Error::file(FileFailure::from(e).within(path.display()).at(&path));
                 let file = File::create_new(&path).map_err(failed)?;
                 Sink::File(file, 0, Some(Sha256::default()))
             }

@@ -101,8 +101,9 @@ impl DdpConfig {
     pub fn load(path: impl AsRef<Path>) -> Result<DdpConfig> {
         let path = path.as_ref();
         let file = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::file(FileFailure::of(format!("the config file {file} cannot be read"), path, e)))?;
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            Error::file(FileFailure::from(e).within(format_args!("the config file {file} cannot be read")).at(path))
+        })?;
         let at = |line: usize, message: &str| Error::invalid(format!("{file}:{line}: {message}"));
         let config: DdpConfig = match path.extension().and_then(|extension| extension.to_str()) {
             Some("toml") => toml::from_str(&text).map_err(|e| {

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-/// What taps do on a thread.
+/// Behaviour of taps on a thread.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Taps {
     Work,

@@ -35,16 +35,16 @@ impl TensorFile {
 
     /// Reads a tensor. Each tensor can be read once.
     pub(crate) fn tensor(&mut self, name: &str) -> Result<TensorData, FileFailure> {
-        let absent = || FileFailure::from(format!("it has no {name}")).at(&self.path);
-        let (stored, place) = self.tensors.remove(name).ok_or_else(absent)?;
+        let removed = self.tensors.remove(name);
+        let (stored, place) = removed.ok_or_else(|| self.failed(format!("it has no {name}")))?;
         Ok(TensorData::from_bytes_vec(self.bytes(place)?, stored.dims, stored.dtype))
     }
 
     /// Reads a range of the data.
     pub(crate) fn bytes(&self, place: Range<usize>) -> Result<Vec<u8>, FileFailure> {
-        let metadata = self.file.metadata().map_err(|e| FileFailure::from(e).at(&self.path))?;
+        let metadata = self.file.metadata().map_err(|e| self.failed(e))?;
         if metadata.len() < (self.start + place.end) as u64 {
-            return Err(FileFailure::from("it is cut off").at(&self.path));
+            return Err(self.failed("it is cut off"));
         }
         let mut bytes = vec![0; place.len()];
         self.fill(place.start, &mut bytes)?;
@@ -53,7 +53,10 @@ impl TensorFile {
 
     /// Reads the data from `start` on.
     pub(crate) fn fill(&self, start: usize, bytes: &mut [u8]) -> Result<(), FileFailure> {
-        let failed = |e: std::io::Error| FileFailure::from(e).at(&self.path);
-        self.file.read_exact_at(bytes, (self.start + start) as u64).map_err(failed)
+        self.file.read_exact_at(bytes, (self.start + start) as u64).map_err(|e| self.failed(e))
+    }
+
+    fn failed(&self, cause: impl Into<FileFailure>) -> FileFailure {
+        cause.into().at(&self.path)
     }
 }

@@ -49,8 +49,7 @@ impl Telemetry {
     pub fn tensorboard(&self, directory: impl AsRef<Path>) -> Result<TensorBoard> {
         let directory = directory.as_ref();
         let file = main_first::on_main(self.ddp.group(), || {
-            let cannot = format!("could not begin an event file in {}", directory.display());
-            begin(directory).map_err(|e| FileFailure::of(cannot, directory, e))
+            begin(directory).map_err(|e| FileFailure::of("could not begin an event file in", directory, e))
         })?;
         Ok(TensorBoard { telemetry: self.clone(), file: self.ddp.is_main().then_some(file) })
     }
@@ -101,8 +100,7 @@ impl TensorBoard {
     fn write(&self, records: impl FnOnce() -> Vec<u8>) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let written = OpenOptions::new().append(true).open(file).and_then(|mut file| file.write_all(&records()));
-        let cannot = || format!("could not write to {}", file.display());
-        written.map_err(|e| Error::file(FileFailure::of(cannot(), file, e)))
+        written.map_err(|e| Error::file(FileFailure::of("could not write to", file, e)))
     }
 }
 

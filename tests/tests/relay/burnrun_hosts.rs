@@ -9,8 +9,8 @@ use std::thread;
 
 use burn_ddp_tests::job::{FreePort, rank_program, stderr, stdout};
 
-use super::tampering_relay::{Relay, Side};
-use super::{FLIPS, RANK, SOON, assert_illegible, hash_without_relay};
+use super::recording_relay::{Relay, Side};
+use super::{FLIPS, RANK, SOON, hash_without_relay};
 
 /// Called with ssh's arguments: options, the host, the command. On the host b, replaces the port of the launchers'
 /// meeting in the order that comes from stdin.
@@ -88,8 +88,8 @@ fn a_relay_under_burnrun_hostfile_reads_nothing_and_the_job_trains() {
     assert!(output.status.success(), "{}", stderr(&output));
     let (printed, expected) = (stdout(&output), hash_without_relay());
     assert_eq!(printed.matches(&format!("hash {expected}")).count(), 2, "{printed}");
-    assert_illegible(&launchers, &["/plan", "/verdict", "127.0.0.1"]);
-    assert_illegible(&ranks, &["rank/1", "/verdict", "/arrived", "127.0.0.1"]);
+    launchers.assert_illegible(&["/plan", "/verdict", "127.0.0.1"]);
+    ranks.assert_illegible(&["rank/1", "/verdict", "/arrived", "127.0.0.1"]);
 }
 
 #[test]

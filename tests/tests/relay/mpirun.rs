@@ -11,8 +11,8 @@ use std::thread;
 
 use burn_ddp_tests::job::{self, line, rank_program, stderr, stdout};
 
-use super::tampering_relay::{Relay, Side};
-use super::{FLIPS, RANK, SOON, assert_illegible, hash_without_relay};
+use super::recording_relay::{Relay, Side};
+use super::{FLIPS, RANK, SOON, hash_without_relay};
 
 /// Key under which rank 0 publishes the store's address.
 const ADDRESS: &str = "burn-ddp";
@@ -102,7 +102,7 @@ fn a_relay_under_mpirun_reads_nothing_and_the_job_trains() {
         assert!(rank.status.success(), "{}", stderr(rank));
         assert_eq!(line(&stdout(rank), "hash "), expected);
     }
-    assert_illegible(&relay, &["rank/1", "/verdict", "/arrived", "0.0.0.0", "127.0.0.1"]);
+    relay.assert_illegible(&["rank/1", "/verdict", "/arrived", "0.0.0.0", "127.0.0.1"]);
 }
 
 #[test]

@@ -90,7 +90,7 @@ impl Call {
         Call { members: members.clone(), ..self.clone() }
     }
 
-    /// Of a `send_recv` with two other ranks, the half that concerns the peer at a group rank.
+    /// The half of a `send_recv` with two other ranks that concerns the peer at a group rank.
     pub(crate) fn half_for(&self, peer: usize) -> Call {
         Call { info: self.info_for(peer).clone(), receives: None, ..self.clone() }
     }

@@ -7,7 +7,7 @@ use crate::call::call_arguments::Request;
 use crate::call::{Collective, GroupId, Members};
 use crate::{Error, Result};
 
-/// What one rank asks for in a split: its color, its key, and the number of the new group if this rank is the first in
+/// Request of one rank in a split: its color, its key, and the number of the new group if this rank is the first in
 /// it (the leader).
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Wish {

@@ -4,6 +4,7 @@
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
 mod free_port;
+pub mod recording_relay;
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;

@@ -1,4 +1,6 @@
-//! A relay of TCP connections that records the bytes of both sides and can flip one bit of one side.
+//! A relay of TCP connections, which does not know the secret: it records the bytes of both sides and can flip one bit
+//! of one side. Also for other crates' tests.
+#![allow(dead_code, unreachable_pub, missing_docs, reason = "one module for several crates' tests")]
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,14 +10,14 @@ use std::thread;
 
 /// Side of a connection that sends bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Side {
+pub enum Side {
     Client,
     Store,
 }
 
 /// Relays each connection to `port` for as long as the process lives.
-pub(super) struct Relay {
-    pub(super) port: u16,
+pub struct Relay {
+    pub port: u16,
     shared: Arc<Shared>,
 }
 
@@ -28,9 +30,18 @@ struct Shared {
 }
 
 impl Relay {
-    /// Relays to the port of this machine that `to` returns; while that is `None`, closes connections.
-    pub(super) fn start(flip: Option<(Side, usize)>, to: impl Fn() -> Option<u16> + Send + 'static) -> Relay {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    /// Relays connections to a port of its own.
+    pub fn start(flip: Option<(Side, usize)>, to: impl Fn() -> Option<u16> + Send + 'static) -> Relay {
+        Relay::listen(TcpListener::bind("127.0.0.1:0").unwrap(), flip, to)
+    }
+
+    /// Relays connections to `listener` to the port of this machine that `to` returns; while that is `None`, closes
+    /// them.
+    pub fn listen(
+        listener: TcpListener,
+        flip: Option<(Side, usize)>,
+        to: impl Fn() -> Option<u16> + Send + 'static,
+    ) -> Relay {
         let port = listener.local_addr().unwrap().port();
         let shared = Arc::new(Shared { flip, flipped: AtomicUsize::new(0), seen: Mutex::default() });
         let relay = Relay { port, shared: shared.clone() };
@@ -46,12 +57,20 @@ impl Relay {
         relay
     }
 
-    pub(super) fn seen(&self) -> Vec<u8> {
-        self.shared.seen.lock().unwrap().clone()
+    /// Checks that a handshake went through the relay, and that none of `texts` can be read in the bytes. The texts
+    /// must be long enough not to occur in ciphertext by chance.
+    pub fn assert_illegible(&self, texts: &[&str]) {
+        let seen = self.shared.seen.lock().unwrap();
+        let legible = |text: &str| seen.windows(text.len()).any(|bytes| bytes == text.as_bytes());
+        // The start of the handshake is not encrypted: the relay sees what is sent in the clear.
+        assert!(seen.len() > 1000 && legible("burn-ddp"), "{} bytes went through the relay", seen.len());
+        for text in texts {
+            assert!(!legible(text), "the relay read {text:?}");
+        }
     }
 
     /// Number of bits that were flipped.
-    pub(super) fn flipped(&self) -> usize {
+    pub fn flipped(&self) -> usize {
         self.shared.flipped.load(Ordering::Relaxed)
     }
 }
