@@ -7,9 +7,9 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
-use crate::common_options::CommonOptions;
 use crate::contender::{Engine, Setting, ours, start};
 use crate::machine::describe;
+use crate::peer_options::PeerOptions;
 use crate::rank::BufferKind;
 use crate::table::Table;
 
@@ -33,7 +33,7 @@ pub(crate) struct Determinism {
     #[arg(long, default_value_t = 300)]
     pause_us: u64,
     #[command(flatten)]
-    common: CommonOptions,
+    common: PeerOptions,
 }
 
 impl Determinism {

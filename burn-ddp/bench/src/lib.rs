@@ -9,7 +9,6 @@
 #![deny(unsafe_code)]
 
 mod all_reduce;
-mod common_options;
 mod contender;
 mod contender_ranks;
 mod curves;
@@ -21,6 +20,7 @@ mod interleaved_rounds;
 mod loading;
 mod machine;
 mod neighbours;
+mod peer_options;
 mod plot;
 mod rank;
 mod rendezvous;

@@ -11,11 +11,11 @@ use burn_ddp_comm::{LaunchEnv, StoreServer, World, WorldOptions};
 use clap::Args;
 use serde_json::json;
 
-use crate::common_options::CommonOptions;
 use crate::contender::{Engine, Script, envs};
 use crate::contender_ranks::{Scratch, Team};
 use crate::driver_protocol::Lines;
 use crate::machine::describe;
+use crate::peer_options::PeerOptions;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
 
@@ -39,7 +39,7 @@ pub(crate) struct Rendezvous {
     #[arg(long)]
     alone: bool,
     #[command(flatten)]
-    common: CommonOptions,
+    common: PeerOptions,
 }
 
 /// A rank that joins and leaves at the driver's command.

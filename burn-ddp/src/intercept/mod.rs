@@ -26,9 +26,9 @@ mod hook;
 mod identical_data_check;
 mod model_state;
 mod model_walk;
-mod param_mappers;
 mod parameter_read;
 mod parameter_tap;
+mod record_mappers;
 mod shadow_collectives;
 mod shard;
 mod short_step_warning;
@@ -51,10 +51,10 @@ pub(crate) use checked_backward::{checked_backward, refused};
 pub(crate) use depth_ladder::{rung_above, untracked};
 pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
-pub(crate) use param_mappers::without_mappers;
-#[cfg(feature = "train")]
-pub(crate) use param_mappers::{answers, note_part};
 pub(crate) use parameter_tap::Tap;
+pub(crate) use record_mappers::without_mappers;
+#[cfg(feature = "train")]
+pub(crate) use record_mappers::{answers, note_part};
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{

@@ -11,7 +11,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::autodiff_nodes::DdpBackend;
 use super::model_walk::{TAP_NAME, note_visit};
-use super::param_mappers::{loads, note_read, report_records, saves};
+use super::record_mappers::{loads, note_read, report_records, saves};
 use super::tap_bypass::{is_bypassed, is_replacing};
 use super::unused_parameter_averages::Found;
 use super::unused_parameters::Handoff;

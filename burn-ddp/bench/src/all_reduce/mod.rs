@@ -11,13 +11,13 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
-use crate::common_options::CommonOptions;
 use crate::contender::{Contender, Engine, Peer, Setting, ours, theirs};
 use crate::driver_protocol::RoundPlan;
 use crate::exact_inputs::parse_dtype;
 use crate::interleaved_rounds::{Effort, Field, interleave};
 use crate::machine::{cores, describe};
 use crate::neighbours::{NeighbourOptions, Neighbours};
+use crate::peer_options::PeerOptions;
 use crate::plot::{self, Plot};
 use crate::rank::BufferKind;
 use crate::table::Table;
@@ -103,7 +103,7 @@ pub(crate) struct AllReduce {
     #[command(flatten)]
     neighbours: NeighbourOptions,
     #[command(flatten)]
-    common: CommonOptions,
+    common: PeerOptions,
 }
 
 /// Largest world in which gloo takes part by default: processes of torch need much memory.

@@ -11,10 +11,10 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use clap::builder::ArgPredicate::IsPresent;
 
-use crate::common_options::CommonOptions;
 use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer, describe_allocator};
 use crate::interleaved_rounds::{Effort, Field};
 use crate::machine::describe;
+use crate::peer_options::PeerOptions;
 use crate::plot::{self, Plot};
 use overlap::LinkOptions;
 use step_report::{Point, pairs};
@@ -103,7 +103,7 @@ pub(crate) struct Step {
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     #[command(flatten)]
-    common: CommonOptions,
+    common: PeerOptions,
 }
 
 impl Step {

@@ -8,7 +8,7 @@
 //! | the first failure, which every call returns from then on | `world_failure`; panics in `panic_hook` |
 //! | ranks that take part | `presence` |
 //! | signs of life | `liveness`; heartbeats and reports of silence in `heartbeats` |
-//! | the reason that a call waits | `stall_diagnosis`; the reports in `stalls` |
+//! | the reason that a call waits | `stall_diagnosis`; the reports in `stall_reports` |
 //! | checks of every wait: end of the world, deadline, stall | `wait_checks` |
 //! | ranks that wait for each other | `deadlock_detection`, shown as `deadlocked_call` |
 //! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
@@ -33,7 +33,7 @@ mod rank_report;
 pub(crate) mod routes;
 mod shared_membership;
 mod stall_diagnosis;
-mod stalls;
+mod stall_reports;
 mod step_position;
 #[cfg(test)]
 mod tests;

@@ -6,7 +6,7 @@ use crate::contender::Programs;
 
 /// Options that sub-commands share.
 #[derive(Args, Debug)]
-pub(crate) struct CommonOptions {
+pub(crate) struct PeerOptions {
     /// Prints one JSON object per line instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
