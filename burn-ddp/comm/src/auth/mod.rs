@@ -6,9 +6,11 @@
 //! - `hmac_key`: HMAC-SHA256;
 //! - `handshake`: both ends prove that they know the key and agree on session keys, before anything else is parsed;
 //! - `noise`: the two variants of the Noise protocol that the handshake uses;
+//! - `cipher`: ChaCha20-Poly1305, fast for small and for large messages;
 //! - `secure_stream`: a connection after its handshake, with its session keys;
 //! - `unauthenticated_connections`: accepted connections that have proved nothing yet, and limits on their number.
 
+mod cipher;
 pub(crate) mod handshake;
 pub(crate) mod hmac_key;
 pub(crate) mod job_key;

@@ -14,6 +14,7 @@ use snow::resolvers::{CryptoResolver, DefaultResolver, FallbackResolver};
 use snow::types::{Cipher, Dh, Hash, Random};
 use snow::{Builder, Error, HandshakeState};
 
+use super::cipher::ChaChaPoly;
 use super::hmac_key::Key;
 
 /// Bytes of a public key.
@@ -25,12 +26,12 @@ const WITHOUT_EXCHANGE: &str = "burn-ddp_NNpsk0_none_ChaChaPoly_BLAKE2s";
 /// Handshake of one end that knows `key` and saw `prologue`: with X25519 if `exchange`, as the client if `initiator`.
 pub(super) fn handshake(key: &Key, prologue: &[u8], exchange: bool, initiator: bool) -> Result<HandshakeState, Error> {
     let mut params: NoiseParams = NOISE.parse()?;
-    let builder = if exchange {
-        Builder::new(params)
-    } else {
+    if !exchange {
         params.name = WITHOUT_EXCHANGE.to_owned();
-        Builder::with_resolver(params, Box::new(FallbackResolver::new(Box::new(NoExchange), Box::new(DefaultResolver))))
-    };
+    }
+    let ours = Algorithms { exchange };
+    let builder =
+        Builder::with_resolver(params, Box::new(FallbackResolver::new(Box::new(ours), Box::new(DefaultResolver))));
     let builder = builder.psk(0, key.bytes())?.prologue(prologue)?;
     if initiator { builder.build_initiator() } else { builder.build_responder() }
 }
@@ -43,16 +44,18 @@ pub(super) fn to_io(e: Error) -> io::Error {
     }
 }
 
-/// Resolves the key exchange as [`RandomNumber`], and no other algorithm.
-struct NoExchange;
+/// Resolves the cipher and, if `exchange` is false, the key exchange as [`RandomNumber`]; all else is `snow`'s.
+struct Algorithms {
+    exchange: bool,
+}
 
-impl CryptoResolver for NoExchange {
+impl CryptoResolver for Algorithms {
     fn resolve_rng(&self) -> Option<Box<dyn Random>> {
         None
     }
 
     fn resolve_dh(&self, _: &DHChoice) -> Option<Box<dyn Dh>> {
-        Some(Box::new(RandomNumber::default()))
+        if self.exchange { None } else { Some(Box::new(RandomNumber::default())) }
     }
 
     fn resolve_hash(&self, _: &HashChoice) -> Option<Box<dyn Hash>> {
@@ -60,7 +63,7 @@ impl CryptoResolver for NoExchange {
     }
 
     fn resolve_cipher(&self, _: &CipherChoice) -> Option<Box<dyn Cipher>> {
-        None
+        Some(Box::new(ChaChaPoly::default()))
     }
 }
 
@@ -114,7 +117,7 @@ mod tests {
         }
 
         fn resolve_dh(&self, choice: &DHChoice) -> Option<Box<dyn Dh>> {
-            NoExchange.resolve_dh(choice)
+            Algorithms { exchange: false }.resolve_dh(choice)
         }
 
         fn resolve_hash(&self, _: &HashChoice) -> Option<Box<dyn Hash>> {
