@@ -1,6 +1,7 @@
 //! File descriptors of this process: their limit, the number that a world needs, and errors for lack of them.
 
 use std::io;
+use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -32,8 +33,27 @@ pub(crate) fn limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
+/// Makes room for the descriptors of a rank of a world of `world_size` ranks: raises the limit of this process as far
+/// as it may, and has the kernel enlarge the table of descriptors at once.
+///
+/// Linux doubles that table when it is full. Each time all threads of the process wait until every core has passed
+/// through the scheduler (`synchronize_rcu` in `expand_fdtable`), unless the process has only one thread: with 32 ranks
+/// on two cores these waits took longer than all else in their meeting.
+pub(crate) fn make_room(world_size: usize) {
+    raise_limit();
+    let last = comfortable(world_size).min(limit().unwrap_or(u64::MAX)).saturating_sub(1);
+    // The copy of any descriptor, at the last place.
+    let copy = UnixStream::pair().and_then(|(end, _)| {
+        let last = i32::try_from(last).unwrap_or(i32::MAX);
+        Ok(rustix::io::fcntl_dupfd_cloexec(&end, last)?)
+    });
+    if let Err(error) = copy {
+        tracing::debug!(last, %error, "the table of descriptors grows only when it is full");
+    }
+}
+
 /// Raises the limit of this process as far as it may.
-pub(crate) fn raise_limit() {
+fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum
         && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })

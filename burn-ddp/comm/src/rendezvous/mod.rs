@@ -110,7 +110,7 @@ impl World {
 fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     check(env)?;
     options.check()?;
-    descriptors::raise_limit();
+    descriptors::make_room(env.world_size);
     let start = Instant::now();
     let deadline = start + options.join_timeout.min(Duration::from_secs(365 * 24 * 3600));
     let Agreed { meeting, job, mut server } = match &env.meeting {

@@ -36,15 +36,18 @@ impl fmt::Display for Spare {
 /// Memory that the tightest limit leaves to this process; `None` if the system does not say.
 pub(super) fn spare() -> Option<Spare> {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
-    let machine = available(&read("/proc/meminfo")).map(|bytes| Spare { bytes, of: Limited::Machine });
+    let meminfo = read("/proc/meminfo");
+    let machine = bytes_of(&meminfo, "MemAvailable:").map(|bytes| Spare { bytes, of: Limited::Machine });
+    // A limit of all of the machine's memory never leaves less than the machine has.
+    let total = bytes_of(&meminfo, "MemTotal:").unwrap_or(u64::MAX);
     let groups = group_directories(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
-    let groups = groups.iter().filter_map(|(version, directory)| spare_of_group(*version, directory));
+    let groups = groups.iter().filter_map(|(version, directory)| spare_of_group(*version, directory, total));
     machine.into_iter().chain(groups).min_by_key(|spare| spare.bytes)
 }
 
-/// Bytes by the line `MemAvailable:` of `/proc/meminfo`.
-fn available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// Bytes by the line of `/proc/meminfo` that begins with `key`.
+fn bytes_of(meminfo: &str, key: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
@@ -113,11 +116,15 @@ fn unescaped(path: &str) -> PathBuf {
     path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\").into()
 }
 
-/// Memory that the control group in `directory` has to spare; `None` if it has no limit.
-fn spare_of_group(version: Version, directory: &Path) -> Option<Spare> {
+/// Memory that the control group in `directory` has to spare; `None` if it has no limit below `total`. The use of
+/// such a group is not read: the kernel would sum up the pages of all its processes.
+fn spare_of_group(version: Version, directory: &Path, total: u64) -> Option<Spare> {
     let (limits, used, cache) = version.names();
     let read = |name: &str| fs::read_to_string(directory.join(name)).ok();
     let limit = limits.iter().filter_map(|name| read(name)?.trim().parse::<u64>().ok()).min()?;
+    if limit >= total {
+        return None;
+    }
     let used: u64 = read(used)?.trim().parse().ok()?;
     let cached = cached(&read("memory.stat").unwrap_or_default(), cache);
     let bytes = limit.saturating_sub(used.saturating_sub(cached));
@@ -219,19 +226,19 @@ mod tests {
             (Version::V1, vec![limit_of_v1], None),
         ] {
             let directory = group(&[&files[..], &[("memory.stat", stat)]].concat());
-            let spare = spare_of_group(version, directory.path());
+            let spare = spare_of_group(version, directory.path(), 1001);
             let of = |limit| Limited::Group { directory: directory.path().to_owned(), limit };
             assert_eq!(spare, expected.map(|(bytes, limit)| Spare { bytes, of: of(limit) }), "{files:?}");
+            assert_eq!(spare_of_group(version, directory.path(), 100), None, "the machine is the tighter limit");
         }
     }
 
     #[test]
     fn the_machine_has_memory_to_spare() {
-        assert_eq!(available("MemTotal:  9 kB\nMemAvailable:   8 kB\n"), Some(8192));
-        assert_eq!(
-            (available(""), available("MemAvailable: x kB"), available("MemAvailable: 8 MB")),
-            (None, None, None)
-        );
+        assert_eq!(bytes_of("MemTotal:  9 kB\nMemAvailable:   8 kB\n", "MemAvailable:"), Some(8192));
+        for unreadable in ["", "MemAvailable: x kB", "MemAvailable: 8 MB"] {
+            assert_eq!(bytes_of(unreadable, "MemAvailable:"), None, "{unreadable}");
+        }
         assert!(spare().is_some_and(|spare| spare.bytes > 0));
     }
 }
