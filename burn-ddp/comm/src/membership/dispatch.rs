@@ -29,9 +29,8 @@ impl Membership {
             ControlMessage::PassedOn(beats) => {
                 beats.into_iter().for_each(|(rank, beat)| self.receive(rank, ControlMessage::Heartbeat(beat)));
             }
-            // The rank that ended the world sends this to all ranks; this rank repeats it only when it leaves, see
-            // `goodbye`. The failure counts after the goodbye of this rank, too.
-            ControlMessage::Fail { cause } => self.end(cause, false),
+            // Counts after the goodbye of this rank, too.
+            ControlMessage::Fail { cause } => self.end(cause, true),
             ControlMessage::Goodbye => self.mark_left(from),
             ControlMessage::Stop { track, at, what } => self.mark_stop(from, track, at, &what),
         }
@@ -58,13 +57,9 @@ impl Membership {
         news.into_iter().chain(silent).chain(goodbye).collect()
     }
 
-    /// Leaves the world. If the world has ended, sends the cause first: a peer that has not heard it would take the
-    /// goodbye for the cause.
+    /// Leaves the world.
     pub(crate) fn goodbye(&self) {
         self.announce_stops();
-        if let Err(cause) = self.check() {
-            self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
-        }
         self.mark_left(self.rank);
         self.send_all(&ControlMessage::Goodbye);
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cores_per_rank::Cores;
+use crate::enough_cores::Cores;
 
 /// A rank as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

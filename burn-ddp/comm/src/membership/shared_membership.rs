@@ -25,7 +25,9 @@ pub(super) struct Shared {
     pub(super) liveness: Mutex<Liveness>,
     /// Detection of deadlocks. Written by the monitor; where all ranks live in this process, by the ranks that wait.
     pub(super) circles: Mutex<WaitCircles>,
-    /// True once `state` holds a cause. Set together with it, read by every call.
+    /// Held while a cause of the end is noted, written down and sent to the other ranks.
+    pub(super) ending: Mutex<()>,
+    /// True once `state` holds a cause that was sent. Read by every call.
     pub(super) ended: AtomicBool,
     pub(super) presence: Presence,
     /// Written by ranks and control threads. Unlocked before any waker or outbox is called.
@@ -66,6 +68,7 @@ impl Shared {
             peers,
             options,
             local,
+            ending: Mutex::new(()),
             ended: AtomicBool::new(false),
             state: Mutex::new(state),
             wakers: Mutex::new(Vec::new()),

@@ -1,6 +1,5 @@
 use std::sync::atomic::AtomicUsize;
-
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::*;
@@ -63,12 +62,46 @@ fn the_first_cause_is_told_once_and_stays() {
 }
 
 #[test]
-fn what_came_from_a_peer_is_not_passed_on() {
+fn a_cause_that_came_from_a_peer_is_sent_on_once() {
     let (membership, recorder) = rank_0();
     let cause = membership.lost_error(2, "connection reset");
     membership.receive(1, ControlMessage::Fail { cause: cause.clone() });
-    assert_eq!(membership.check(), Err(cause));
-    assert_eq!(*lock(&recorder.sent), []);
+    membership.receive(2, ControlMessage::Fail { cause: membership.lost_error(1, "connection reset") });
+    assert_eq!(membership.check(), Err(cause.clone()));
+    assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }]);
+}
+
+/// Notes if the cause that is being sent is one that calls return already.
+#[derive(Default)]
+struct Early {
+    membership: OnceLock<Weak<Membership>>,
+    known: Mutex<Vec<bool>>,
+}
+
+impl Outbox for Early {
+    fn send_all(&self, _: &ControlMessage) {
+        let membership = self.membership.get().and_then(Weak::upgrade).unwrap();
+        lock(&self.known).push(membership.check().is_err());
+    }
+}
+
+#[test]
+fn calls_return_a_cause_only_after_it_was_sent() {
+    for ends in [
+        |membership: &Membership| membership.peer_lost(2, "gone"),
+        |membership: &Membership| {
+            membership.receive(1, ControlMessage::Fail { cause: membership.lost_error(2, "gone") })
+        },
+        |membership: &Membership| drop(membership.conclude(membership.lost_error(2, "gone"), &call(5))),
+    ] {
+        let membership = Membership::new(0, peers(3), Machines::new(&[(); 3]), WorldOptions::default());
+        let early = Arc::new(Early::default());
+        early.membership.set(Arc::downgrade(&membership)).unwrap();
+        membership.set_outbox(Arc::downgrade(&(early.clone() as Arc<dyn Outbox>)));
+        ends(&membership);
+        assert!(membership.check().is_err());
+        assert_eq!(*lock(&early.known), [false]);
+    }
 }
 
 #[test]
@@ -168,7 +201,7 @@ fn data_that_do_not_come_from_another_machine_while_heartbeats_do_are_blamed_on_
 }
 
 #[test]
-fn leaving_because_of_a_cause_repeats_it() {
+fn a_cause_is_sent_before_the_goodbye() {
     let (membership, recorder) = rank_0();
     let cause = membership.lost_error(2, "connection reset");
     membership.receive(1, ControlMessage::Fail { cause: cause.clone() });

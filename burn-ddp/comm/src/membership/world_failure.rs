@@ -12,7 +12,7 @@ impl Membership {
     /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if the
     /// world has ended already. Never blocks.
     pub fn fail(&self, cause: Error) {
-        self.end(cause, true);
+        self.end(cause, false);
     }
 
     /// Ends the world because of a failure of this rank.
@@ -51,38 +51,43 @@ impl Membership {
         }
         self.fail(self.explained(error.clone(), call));
         self.report();
-        let cause = self.check().err().unwrap_or(error);
+        let cause = self.cause().err().unwrap_or(error);
         let first = self.noticed_by.get_or_init(|| Box::new(call.info.clone()));
         cause.noticed_by(first)
     }
 
-    /// Ends the world; sends the cause to the other ranks if `send`.
-    pub(super) fn end(&self, cause: Error, send: bool) {
+    /// Ends the world with `cause`, which another rank has sent if `heard`.
+    ///
+    /// Each rank sends the cause to all its neighbours, and only then do its calls return it. So if its program exits
+    /// at once with this error, the ranks that meet the end of its connections do not take it for the cause.
+    pub(super) fn end(&self, cause: Error, heard: bool) {
         let cause = cause.root_cause();
+        let sending = lock(&self.shared.ending);
         {
             let mut state = lock(&self.shared.state);
             if state.cause.is_some() {
                 return;
             }
             state.cause = Some(cause.clone());
-            self.shared.ended.store(true, Ordering::Release);
         }
-        if !send && self.has_left(self.rank) {
-            // This rank has left in peace. If another thread is in a call, that call returns the cause and reports it.
-            return self.wake_all();
-        }
-        // Written before the others hear of the failure, and so before any of them can end because of it.
-        self.append_event(&Event::Failed {
-            rank: self.rank,
-            culprit: cause.culprit().or_else(|| cause.is_of_this_process().then_some(self.rank)),
-            cause: cause.to_string(),
-            at: post_mortem::now_ms(),
-        });
-        tracing::error!(rank = self.rank, %cause, "a failure ends the world");
-        if send {
+        // If this rank has left in peace, and another thread is in a call, that call returns the cause and reports it.
+        let reports = !heard || !self.has_left(self.rank);
+        if reports {
+            // Written before the others hear of the failure, and so before any of them can end because of it.
+            self.append_event(&Event::Failed {
+                rank: self.rank,
+                culprit: cause.culprit().or_else(|| cause.is_of_this_process().then_some(self.rank)),
+                cause: cause.to_string(),
+                at: post_mortem::now_ms(),
+            });
+            tracing::error!(rank = self.rank, %cause, "a failure ends the world");
             self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
         }
-        self.report();
+        self.shared.ended.store(true, Ordering::Release);
+        drop(sending);
+        if reports {
+            self.report();
+        }
         self.wake_all();
     }
 

@@ -32,6 +32,8 @@ impl Shared {
             ControlMessage::PassedOn(beats) => {
                 beats.iter().for_each(|(origin, beat)| self.pass_on_later(from, *origin, beat, membership));
             }
+            // The membership sends it to all neighbours, in this rank's name.
+            ControlMessage::Fail { .. } => {}
             message => self.pass_on(from, origin, message, membership),
         }
         let leaves = message == ControlMessage::Goodbye && !membership.has_left(origin);
