@@ -27,7 +27,7 @@ use crate::report::event_file::EventFile;
 use crate::report::outcome::Outcome;
 use crate::report::report_files::{self, GenerationRecord};
 use crate::report::user_notices::Notices;
-use crate::signals;
+use crate::signals::{self, Listening};
 use crate::supervisor::Settings;
 
 /// Exit code of a program with wrong arguments: a restart would fail in the same way.
@@ -39,12 +39,12 @@ const CONCLUDE: Duration = Duration::from_secs(45);
 /// Runs a job to its end. Blocks.
 pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let (sender, events) = mpsc::channel();
-    let _signals = signals::listen(sender.clone())
+    let signals = signals::listen(sender.clone())
         .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
     if spec.adopts_orphans {
         leftover_processes::become_parent_of_orphans();
     }
-    let job = Job { spec, trust: Trust::of(spec)?, binding: Binding::of(spec)?, sender, events };
+    let job = Job { spec, trust: Trust::of(spec)?, binding: Binding::of(spec)?, signals, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
         Err(interrupted) => return interrupted.into_result(),
@@ -59,6 +59,7 @@ struct Job<'a> {
     trust: Trust,
     /// Cores of this machine's ranks, for all generations.
     binding: Binding,
+    signals: Listening,
     sender: Sender<Event>,
     events: Receiver<Event>,
 }
@@ -237,6 +238,7 @@ impl Job<'_> {
             spec,
             trust: &self.trust,
             binding: &self.binding,
+            signals: &self.signals,
             plan,
             generation: *number,
             node: nodes.node,

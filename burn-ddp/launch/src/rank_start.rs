@@ -19,6 +19,7 @@ use crate::output::log_dir;
 use crate::output::relay::{Output, Relay, Source};
 use crate::rank_processes::Processes;
 use crate::report::event_file::EventFile;
+use crate::signals::Listening;
 use crate::start_watch::StartWatch;
 use crate::unix_child_spawn;
 
@@ -27,6 +28,7 @@ pub(crate) struct RankStart<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) trust: &'a Trust,
     pub(crate) binding: &'a Binding,
+    pub(crate) signals: &'a Listening,
     pub(crate) plan: &'a GenerationPlan,
     pub(crate) generation: u32,
     /// Number of this machine.
@@ -51,7 +53,7 @@ impl RankStart<'_> {
         guardian: &mut Guardian,
         sender: Sender<Event>,
     ) -> Result<Option<Relay>, LaunchError> {
-        let watch = StartWatch::begin(self.spec, self.mark, self.link, self.generation)
+        let watch = StartWatch::begin(self.spec, self.mark, self.signals, self.link, self.generation)
             .map_err(|source| LaunchError::System { doing: "watch the start of the ranks", source })?;
         let mut sources = Vec::new();
         for local_rank in 0..self.spec.nproc {

@@ -29,10 +29,18 @@ static SHARED: Mutex<Shared> = Mutex::new(Shared { next: 0, listeners: Vec::new(
 
 struct Shared {
     next: u64,
-    /// The running launchers of this process. Read by the reader thread for each signal.
-    listeners: Vec<(u64, Sender<Event>)>,
+    /// Used by the reader thread for each signal.
+    listeners: Vec<Listener>,
     /// Former action of each changed signal.
     saved: Vec<(c_int, libc::sigaction)>,
+}
+
+/// A running launcher of this process, or the watch over the start of its ranks.
+struct Listener {
+    id: u64,
+    events: Sender<Event>,
+    /// The signals to end that it has got.
+    ends: Vec<c_int>,
 }
 
 /// Handle of a listener: signals reach its sender until the handle is dropped.
@@ -45,16 +53,48 @@ pub(crate) fn listen(events: Sender<Event>) -> io::Result<Listening> {
     if shared.listeners.is_empty() {
         install(&mut shared)?;
     }
-    let id = shared.next;
-    shared.next += 1;
-    shared.listeners.push((id, events));
-    Ok(Listening(id))
+    Ok(shared.add(events, Vec::new()))
+}
+
+impl Listening {
+    /// Sends signals to `events` as well, and first the signals to end that have come to this listener already.
+    pub(crate) fn repeat_to(&self, events: Sender<Event>) -> Listening {
+        lock().repeat(self.0, events)
+    }
+}
+
+impl Shared {
+    fn add(&mut self, events: Sender<Event>, ends: Vec<c_int>) -> Listening {
+        let id = self.next;
+        self.next += 1;
+        self.listeners.push(Listener { id, events, ends });
+        Listening(id)
+    }
+
+    fn repeat(&mut self, of: u64, events: Sender<Event>) -> Listening {
+        let ends = self.listeners.iter().find(|listener| listener.id == of).map(|of| of.ends.clone());
+        let ends = ends.unwrap_or_default();
+        for signal in &ends {
+            let _ = events.send(Event::Signal(*signal));
+        }
+        self.add(events, ends)
+    }
+
+    fn deliver(&mut self, signal: c_int) {
+        for listener in &mut self.listeners {
+            if [libc::SIGINT, libc::SIGTERM, libc::SIGHUP].contains(&signal) {
+                listener.ends.push(signal);
+            }
+            // A launcher whose receiver is gone is about to drop its `Listening`.
+            let _ = listener.events.send(Event::Signal(signal));
+        }
+    }
 }
 
 impl Drop for Listening {
     fn drop(&mut self) {
         let mut shared = lock();
-        shared.listeners.retain(|(id, _)| *id != self.0);
+        shared.listeners.retain(|listener| listener.id != self.0);
         if shared.listeners.is_empty() {
             restore(&mut shared);
         }
@@ -74,10 +114,7 @@ fn start_reader() -> io::Result<()> {
     thread::Builder::new().name("burn-ddp-signals".into()).spawn(move || {
         let mut byte = [0];
         while read.read_exact(&mut byte).is_ok() {
-            for (_, events) in &lock().listeners {
-                // A launcher whose receiver is gone is about to drop its `Listening`.
-                let _ = events.send(Event::Signal(c_int::from(byte[0])));
-            }
+            lock().deliver(c_int::from(byte[0]));
         }
     })?;
     debug_assert!(write.as_raw_fd() >= 0);
@@ -211,5 +248,23 @@ mod tests {
             drop(second);
             assert_eq!(current(libc::SIGWINCH).unwrap().sa_sigaction, before);
         }
+    }
+
+    #[test]
+    fn a_later_listener_gets_the_signals_to_end_that_came_before() {
+        let mut shared = Shared { next: 0, listeners: Vec::new(), saved: Vec::new() };
+        let ((launcher, _heard), (watch, heard)) = (channel(), channel());
+        // A handle that is dropped would look for its listener in the process's list.
+        let launching = std::mem::ManuallyDrop::new(shared.add(launcher, Vec::new()));
+        for signal in [libc::SIGWINCH, libc::SIGINT, libc::SIGTERM] {
+            shared.deliver(signal);
+        }
+        let _watching = std::mem::ManuallyDrop::new(shared.repeat(launching.0, watch));
+        shared.deliver(libc::SIGHUP);
+        let signals = heard.try_iter().map(|event| match event {
+            Event::Signal(signal) => signal,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(signals.collect::<Vec<_>>(), [libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
     }
 }

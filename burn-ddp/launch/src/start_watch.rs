@@ -21,7 +21,7 @@ use crate::leftover_processes::MARK;
 use crate::nodes::Link;
 use crate::process_table::{Process, processes};
 use crate::report::user_notices::NoticeSink;
-use crate::signals::{self, Listening};
+use crate::signals::Listening;
 
 /// Time between two scans. After the deadline, a process that two scans in a row find is killed.
 const LOOK: Duration = Duration::from_millis(200);
@@ -38,15 +38,22 @@ pub(crate) struct StartWatch {
 impl StartWatch {
     /// Begins the watch. Must be called by the thread that starts the ranks, whose environments hold `mark`. The
     /// deadline is the join timeout of `spec`; after a signal to end, or once `link` reports the end of the generation,
-    /// it is at most the grace time away.
-    pub(crate) fn begin(spec: &JobSpec, mark: &str, link: Option<&Link>, generation: u32) -> io::Result<Self> {
+    /// it is at most the grace time away. Signals that `launcher` has got before count, too: it handles them only when
+    /// all ranks are started.
+    pub(crate) fn begin(
+        spec: &JobSpec,
+        mark: &str,
+        launcher: &Listening,
+        link: Option<&Link>,
+        generation: u32,
+    ) -> io::Result<Self> {
         let is_over = link.map(|link| link.end_of(generation));
         let thread = fs::read_link("/proc/thread-self").unwrap_or_default();
         let children = Path::new("/proc").join(thread).join("children");
         let starts = Starts { before: numbers_in(&children), children, mark: format!("{MARK}={mark}") };
         let (limit, grace, sink) = (spec.join_timeout, spec.grace, spec.notices);
         let (sender, events) = channel();
-        let signals = signals::listen(sender)?;
+        let signals = launcher.repeat_to(sender);
         let thread = thread::Builder::new().name("burn-ddp-start-watch".into()).spawn(move || {
             starts.watch(&events, limit, grace, sink, || is_over.as_ref().is_some_and(|is_over| is_over()))
         })?;
