@@ -44,8 +44,8 @@ struct Inner {
 enum ReadAhead {
     #[default]
     Unknown,
-    /// An epoch has ended in which exactly one batch had no backward when the next was handed out. If the next backward
-    /// comes before another batch, it is that of the epoch's last batch.
+    /// In the epoch that has ended, exactly one batch had no backward when the next was handed out. If a backward comes
+    /// before any further batch, it is that of the epoch's last batch, and so the loop reads ahead.
     OneMissing,
     /// The warning is due, or given.
     Warned,

@@ -24,8 +24,8 @@ pub(crate) struct Effort {
     pub(crate) rounds: usize,
     /// Approximate duration of a contender's turn, in milliseconds.
     pub(crate) round_ms: f64,
-    /// Steps between two readings of the clock: 1 for percentiles of single steps, `None` for as many as the clock
-    /// needs.
+    /// Steps timed as one sample: 1 for percentiles of single steps, `None` for so many that reading the clock does not
+    /// count.
     pub(crate) per_sample: Option<usize>,
 }
 

@@ -13,8 +13,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Error of a collective, or of joining a world.
 ///
 /// Errors of a collective name the operation, its sequence number in its group, and the line that called it. An error
-/// ends the world, unless [`group_usable`](Error::group_usable) holds for it: pending and later collectives of all
-/// groups then return the same root cause on every rank.
+/// ends the world: pending and later collectives of all groups return the same root cause on every rank. Only an error
+/// for which [`group_usable`](Error::group_usable) is true leaves the world as it is.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {

@@ -61,8 +61,8 @@ pub mod timeline;
 
 mod auth;
 mod clock;
-mod cores_per_rank;
 mod dtype;
+mod enough_cores;
 mod env;
 mod error;
 mod group;
@@ -83,9 +83,9 @@ mod world_options;
 
 pub use auth::{JobKey, Secret};
 pub use call::{Call, CallInfo, CallSite, CallingThread, Collective, GroupId, Members, RankCall, attribute_calls};
-pub use cores_per_rank::{Cores, core_per_rank};
 pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};
+pub use enough_cores::{Cores, core_per_rank};
 pub use env::{HANDED_OVER, LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{MAX_OBJECT_BYTES, PartReduction, Pending, ProcessGroup, RowDivision};

@@ -4,7 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::call::Members;
-use crate::call::call_attribution::on_behalf_of;
+use crate::call::users_call_site::on_behalf_of;
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
 use crate::group::ProcessGroup;

@@ -43,7 +43,6 @@ mod binding;
 mod cgroup;
 mod error;
 mod event;
-mod freed_memory;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -58,6 +57,7 @@ mod job_authentication;
 mod job_spec;
 mod launcher;
 mod leftover_processes;
+mod malloc_variables;
 mod node_outcome;
 mod nodes;
 mod output;

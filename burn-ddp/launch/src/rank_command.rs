@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::error::LaunchError;
-use crate::freed_memory::keep_freed_memory;
+use crate::malloc_variables::keep_freed_memory;
 
 /// Program that every rank runs, with its arguments and additional environment variables.
 #[derive(Clone, Debug)]

@@ -11,7 +11,7 @@ use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 
-use super::depth_ladder::untracked;
+use super::hook_depth::untracked;
 use super::model_state::ModelOpening;
 use super::parameter_read::Read;
 use super::shard::{Regather, evaluated, gathered};

@@ -2,7 +2,7 @@
 //!
 //! | step | file |
 //! |---|---|
-//! | a parameter is read | `parameter_tap`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
+//! | a parameter is read | `parameter_tap`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `hook_depth` |
 //! | its gradient comes | `hook`, `backward_lifecycle` (first hook to first gate) |
 //! | averages go onto leaves | `gate`; for parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `average_for_visitors`, `tied_clones` |
 //! | state | `wrapped_model_setup`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
@@ -17,12 +17,12 @@ mod averaged_gradient;
 mod backward_failure;
 mod backward_lifecycle;
 mod checked_backward;
-mod depth_ladder;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod fake_device;
 mod gate;
 mod gradient_lookup_warning;
 mod hook;
+mod hook_depth;
 mod identical_data_check;
 mod model_state;
 mod model_walk;
@@ -48,7 +48,7 @@ mod wrapped_model_setup;
 pub use autodiff_nodes::DdpBackend;
 pub(crate) use backward_failure::{fail, tell_peers};
 pub(crate) use checked_backward::{checked_backward, refused};
-pub(crate) use depth_ladder::{rung_above, untracked};
+pub(crate) use hook_depth::{rung_above, untracked};
 pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub(crate) use parameter_tap::Tap;

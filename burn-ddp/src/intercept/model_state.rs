@@ -10,7 +10,7 @@ use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::absent_gradients::AbsentGradients;
-use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
+use super::hook_depth::{AutodiffTensor, Ladder, scalar, untracked};
 use super::identical_data_check::SameGradients;
 use super::shadow_collectives;
 use super::shard::ShardedGradients;

@@ -7,7 +7,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::ops::NodeGuard;
 
-use super::depth_ladder::{AutodiffTensor, scalar, untracked};
+use super::hook_depth::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
 use crate::gradients::GradientMemory;
 

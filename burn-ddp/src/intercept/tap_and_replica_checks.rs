@@ -167,8 +167,8 @@ impl WrappedModel {
     }
 }
 
-/// Error text for the first parameter of `model` whose gradient is not what its tap put there, after a backward of
-/// `wrapped`.
+/// Compares each gradient in `gradients` with the average that the tap of its parameter delivered in the last backward
+/// of `wrapped`. Returns the error text for the first parameter of `model` where they differ.
 pub(super) fn find_past_tap<M: Module>(
     model: &M,
     wrapped: &Arc<WrappedModel>,

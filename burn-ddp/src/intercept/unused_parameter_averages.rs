@@ -9,7 +9,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape};
 
-use super::depth_ladder::{AutodiffTensor, new_leaf, scalar};
+use super::hook_depth::{AutodiffTensor, new_leaf, scalar};
 use crate::gradients::GradientMemory;
 
 /// Stand-in leaves of a model, and the averages that wait on them.
@@ -208,8 +208,9 @@ impl WaitingAverages {
         self.0.iter_mut().filter(|of| of.number == number).for_each(|of| of.trained_on = true);
     }
 
-    /// The slot of an average that a step on this rank may have missed, and the number of its reduction. Forgets
-    /// averages that can no longer be taken.
+    /// Called when a backward begins. Returns the slot and the reduction's number of an average that the optimizer may
+    /// have missed: the parameter was mapped before anything took the average, and the mapped copy has been read since.
+    /// Forgets averages whose `Gradients` are gone.
     pub(super) fn begin_backward(&mut self) -> Option<(usize, u64)> {
         let missed = self.0.iter().filter(|of| of.trained_on).find_map(|of| {
             let average = of.averages.iter().find(|average| average.missed && !average.taken)?;

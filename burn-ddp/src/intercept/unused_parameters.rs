@@ -13,7 +13,7 @@ use burn::tensor::Tensor;
 use super::absent_gradients::{STEPS, Suspects};
 use super::autodiff_nodes::DdpBackend;
 use super::average_for_visitors::show;
-use super::depth_ladder::AutodiffTensor;
+use super::hook_depth::AutodiffTensor;
 use super::model_state::State;
 use super::unused_parameter_averages::{Changes, Found};
 use super::wrapped_model::{TapHandle, WrappedModel};

@@ -141,7 +141,10 @@ impl Ddp {
         let (schema, values) = agreement::on_outcome(self.group(), "save its model", outcome)?;
         main_first::on_main(self.group(), || {
             if let Err(e) = remove_leftovers(path) {
-                tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
+                let path = path.display();
+                tracing::warn!(
+                    "temporary files of interrupted saves of {path} may remain, as they cannot be listed: {e}"
+                );
             }
             Ok(())
         })?;

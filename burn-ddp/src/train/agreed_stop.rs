@@ -17,8 +17,8 @@ enum Stop {
     Failed(String),
 }
 
-/// True if any rank has a reason to end the training here. *Collective*. All ranks get the reason; an error has
-/// precedence over an interruption.
+/// True if any rank wants to end the training now. *Collective*. The `interrupter` of every rank then has the reason:
+/// the first rank's error, or else the first interruption.
 pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
     match ask(ddp, interrupter) {
         Ok(stop) => stop,

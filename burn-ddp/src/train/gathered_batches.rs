@@ -18,7 +18,8 @@ const PARCEL_BYTES: usize = 16 << 20;
 /// Calls `f` with each batch of all ranks, rank 0's first: with the number of batches, the number of this one from 1,
 /// and its tensors. *Collective*: each rank passes its `own` batches, and `f` gets the same batches on every rank.
 ///
-/// Besides `own`, a rank holds two copies of a parcel: of batches of about 16 MiB together, or of one larger batch.
+/// Batches travel in parcels of about 16 MiB; a larger batch is a parcel of its own. Besides `own`, a rank holds two
+/// copies of one parcel.
 ///
 /// # Errors
 ///

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The ranks of a group, in its order. Each rank has one for each of its groups: the exchange calls `expect` and
-/// `arrived`; heartbeats and reports read `awaited`.
+/// The ranks of a group, in the group's order, and those for which this rank's call under way still waits. A rank has
+/// one `Members` per group. The engine's exchange calls `expect` and `arrived`; heartbeats and reports read `awaited`.
 ///
 /// A *group rank* is a position in this list, a *world rank* the value at that position.
 #[derive(Debug)]

@@ -11,19 +11,19 @@ use crate::frame::Header;
 use crate::{Error, Result};
 
 pub(crate) mod call_arguments;
-pub(crate) mod call_attribution;
 mod call_signature;
 mod call_site;
 mod calling_thread;
 mod collective_kind;
 mod members;
+pub(crate) mod users_call_site;
 
-pub use call_attribution::attribute_calls;
 pub use call_signature::{CallInfo, GroupId, RankCall};
 pub use call_site::CallSite;
 pub use calling_thread::CallingThread;
 pub use collective_kind::Collective;
 pub use members::Members;
+pub use users_call_site::attribute_calls;
 
 /// A call under way on this rank.
 #[derive(Clone, Debug)]

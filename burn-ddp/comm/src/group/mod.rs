@@ -10,7 +10,7 @@ use crate::Error;
 use crate::Result;
 use crate::call::GroupId;
 use crate::call::call_arguments::{Caller, Site};
-use crate::call::call_attribution::on_behalf_of;
+use crate::call::users_call_site::on_behalf_of;
 
 mod async_calls;
 mod async_queue;

@@ -69,7 +69,7 @@ pub(super) fn difference<'a>(mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a 
         }
         let (what, [one, other]) = match different.first() {
             Some(name) => (name.as_str(), [ours, theirs].map(|settings| value(settings, name))),
-            None => ("the order of settings", ["one".to_owned(), "another".to_owned()]),
+            None => ("the order of settings", ["one order".to_owned(), "another".to_owned()]),
         };
         let mut text = format!(
             "ranks disagree about {what}: {} has {one}, {} has {other}; it must be the same everywhere",

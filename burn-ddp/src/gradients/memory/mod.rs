@@ -89,7 +89,8 @@ pub trait GradientMemory: Backend {
     ///
     /// The device's error, or that another backend made the loan.
     fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        Err(format!("{loan:?} was made by another backend than {}", std::any::type_name::<Self>()))
+        let own = std::any::type_name::<Self>();
+        Err(format!("a bug of burn-ddp, please report it: {own} was handed the tensors of another backend ({loan:?})"))
     }
 }
 

@@ -9,8 +9,8 @@ use super::peer_waits::Board;
 use super::segment_handover::Handover;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::cores_per_rank::core_per_rank;
 use crate::engine::{Engine, Fabric, Unavailable};
+use crate::enough_cores::core_per_rank;
 use crate::membership::Membership;
 use crate::{Error, Result};
 

@@ -12,8 +12,8 @@ pub(super) const LINE_WORDS: usize = 4;
 /// Bytes of a payload that travel in a line itself.
 pub(super) const LINE_BYTES: usize = LINE_WORDS * 8;
 
-/// One rank's announcement of a call: a cache line. Two of them take turns, since a rank may be a call ahead of
-/// another.
+/// A rank's announcement of a call, on cache lines that it shares with nothing else. A rank has two and uses them in
+/// turns, since it may be a call ahead of another rank.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Line {

@@ -4,7 +4,7 @@ use std::hint::spin_loop;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::cores_per_rank::core_per_rank;
+use crate::enough_cores::core_per_rank;
 use crate::membership::Membership;
 
 /// Longest spin, about the cost of falling asleep and being woken: spinning longer would never pay.
