@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use burn_ddp_comm as comm;
+use burn_ddp_launch::LaunchError;
 
 use crate::file_failure::FileFailure;
 
@@ -12,9 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Backward`], [`Error::Sharding`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start
-/// again from a checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. An [`Error::Invalid`],
-/// [`Error::ModelsDiffer`] or [`Error::File`] that all ranks return leaves the job usable.
+/// [`job_usable`](Self::job_usable) says whether training can go on, and [`rank`](Self::rank) which rank to look at.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +22,7 @@ pub enum Error {
     Comm(Box<comm::Error>),
     /// Starting ranks failed, or a rank that this process started failed.
     #[error(transparent)]
-    Launch(#[from] std::sync::Arc<burn_ddp_launch::LaunchError>),
+    Launch(#[from] std::sync::Arc<LaunchError>),
     /// Loading or sharding data failed.
     #[error(transparent)]
     Data(Box<crate::data::DataError>),
@@ -96,6 +95,8 @@ pub enum Error {
         /// Exit code for a launcher: the code of the rank that failed first, 128 + signal if a signal killed it or
         /// stopped the job.
         exit_code: i32,
+        /// The rank that failed first; `None` if a signal or a lost machine ended the job.
+        rank: Option<usize>,
         /// The rank that failed first and how, or the signal that stopped the job.
         report: String,
     },
@@ -122,6 +123,76 @@ impl From<crate::data::DataError> for Error {
 }
 
 impl Error {
+    /// The rank to look at first: the rank that failed, or whose model, arguments or data the error is about. `None` if
+    /// that is not known, or if it is this rank or all ranks alike.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::prelude::*;
+    ///
+    /// let job = Ddp::spawn(2, |ddp| {
+    ///     anyhow::ensure!(ddp.rank() == 0, "no data");
+    ///     Ok(ddp.barrier()?)
+    /// });
+    /// assert_eq!(job.unwrap_err().rank(), Some(1));
+    /// ```
+    #[must_use]
+    pub fn rank(&self) -> Option<usize> {
+        match self {
+            Error::Comm(error) => error.rank(),
+            Error::Data(error) => error.rank(),
+            Error::Launch(error) => match **error {
+                LaunchError::Spawn { rank, .. } => Some(rank),
+                _ => None,
+            },
+            Error::Invalid { rank, .. } | Error::File { rank, .. } | Error::Job { rank, .. } => *rank,
+            Error::ModelsDiffer { rank, .. }
+            | Error::Backward { rank, .. }
+            | Error::Sharding { rank, .. }
+            | Error::Rank { rank, .. } => Some(*rank),
+            Error::ReplicasDiffer { ranks, .. } => ranks.first().copied(),
+        }
+    }
+
+    /// True if the job can go on after this error, as
+    /// [`comm::Error::group_usable`](burn_ddp_comm::Error::group_usable) of a collective. All ranks must then handle
+    /// the error alike: those that go on make the same calls.
+    ///
+    /// False if a rank failed, if the ranks are out of step, and for errors of a job that is over; then start again
+    /// from a checkpoint. If the job has ended for another reason, the next collective returns that reason.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     # let model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
+    ///     // Rank 0 cannot write here, and both ranks get that error.
+    ///     let error = ddp.save(&model, "/dev/null/model").unwrap_err();
+    ///     assert_eq!(error.rank(), Some(0));
+    ///     assert!(error.job_usable());
+    ///     Ok(ddp.barrier()?)
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[must_use]
+    pub fn job_usable(&self) -> bool {
+        match self {
+            Error::Comm(error) => error.group_usable(),
+            Error::Data(error) => error.job_usable(),
+            Error::Invalid { .. } | Error::ModelsDiffer { .. } | Error::File { .. } => true,
+            Error::ReplicasDiffer { .. }
+            | Error::Backward { .. }
+            | Error::Sharding { .. }
+            | Error::Launch(_)
+            | Error::Job { .. }
+            | Error::Rank { .. } => false,
+        }
+    }
+
     /// [`Error::Invalid`] of this rank, or of all ranks alike.
     pub(crate) fn invalid(reason: impl Into<String>) -> Self {
         Error::Invalid { rank: None, reason: reason.into() }
@@ -139,4 +210,72 @@ fn prefix(rank: &Option<usize>) -> String {
 
 fn in_step(step: &Option<u64>) -> String {
     step.map_or_else(String::new, |step| format!(" in step {step}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::data::DataError;
+
+    fn peer_failed(rank: usize) -> comm::Error {
+        let peer = comm::membership::PeerInfo::here(rank, rank, 0);
+        comm::Error::PeerFailed { peer, cause: "no data".into(), during: None }
+    }
+
+    fn refused(rank: Option<usize>) -> comm::Error {
+        comm::Error::InvalidArgument { message: "integers have no mean".into(), rank, during: None }
+    }
+
+    #[test]
+    fn every_error_has_its_rank_and_says_whether_the_job_can_go_on() {
+        let reason = || "a reason".to_string();
+        let (path, kind) = (None, Some(io::ErrorKind::StorageFull));
+        let spawn = LaunchError::Spawn { rank: 4, source: io::ErrorKind::OutOfMemory.into() };
+        let usage = LaunchError::Usage(reason());
+        let replicas = |ranks| Error::ReplicasDiffer { step: None, parameter: "a".into(), ranks, difference: reason() };
+        for (error, rank, job_usable) in [
+            (peer_failed(3).into(), Some(3), false),
+            (refused(Some(2)).into(), Some(2), true),
+            (refused(None).into(), None, true),
+            (Error::Launch(Arc::new(spawn)), Some(4), false),
+            (Error::Launch(Arc::new(usage)), None, false),
+            (DataError::EmptyDataset.into(), None, true),
+            (Error::invalid("a reason"), None, true),
+            (Error::Invalid { rank: Some(1), reason: reason() }, Some(1), true),
+            (Error::ModelsDiffer { rank: 5, difference: reason() }, Some(5), true),
+            (Error::File { rank: Some(0), path, kind, reason: reason() }, Some(0), true),
+            (Error::file("a reason"), None, true),
+            (replicas(vec![6, 7]), Some(6), false),
+            (replicas(Vec::new()), None, false),
+            (Error::Backward { rank: 1, reason: reason() }, Some(1), false),
+            (Error::Sharding { rank: 2, reason: reason() }, Some(2), false),
+            (Error::Job { exit_code: 137, rank: Some(3), report: reason() }, Some(3), false),
+            (Error::Job { exit_code: 130, rank: None, report: reason() }, None, false),
+            (Error::Rank { rank: 1, reason: reason() }, Some(1), false),
+        ] {
+            assert_eq!((error.rank(), error.job_usable()), (rank, job_usable), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_data_has_the_rank_of_its_cause() {
+        let what = || "step 3 of epoch 1 on rank 0".to_string();
+        let io_error = io::Error::from(io::ErrorKind::OutOfMemory);
+        for (error, rank, job_usable) in [
+            (DataError::Comm(peer_failed(3)), Some(3), false),
+            (DataError::Comm(refused(Some(1))), Some(1), true),
+            (DataError::StreamFailed { what: what(), rank: 2 }, Some(2), true),
+            (DataError::NoSuchRank { rank: 9, world: 2 }, None, true),
+            (DataError::Weight { what: what(), reason: "-1".into() }, None, true),
+            (DataError::WorkerPanicked { what: what(), worker: 0, message: "boom".into() }, None, true),
+            (DataError::WorkerStalled { what: what(), worker: 0, seconds: 600 }, None, false),
+            (DataError::EmptyPart { what: what() }, None, false),
+            (DataError::WorkerNotStarted { worker: 0, source: Arc::new(io_error) }, None, false),
+        ] {
+            let error = Error::from(error);
+            assert_eq!((error.rank(), error.job_usable()), (rank, job_usable), "{error:?}");
+        }
+    }
 }

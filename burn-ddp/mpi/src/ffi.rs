@@ -3,6 +3,13 @@
 //! MPI uses the memory of a message until its request is done, long after the call has returned. So [`Requests`] owns
 //! every buffer until MPI is through with it, and leaks those of requests that never end. Threads take turns: every
 //! call on a communicator or a request holds the lock of `turn`; none of these calls waits.
+//!
+//! What the notes on safety rely on:
+//!
+//! - This crate makes a [`Comm`] only after `lifecycle::begin`: MPI is initialised, for threads that take turns.
+//!   `lifecycle` finalizes MPI at the end of the process, if no transport is in use, and `turn` refuses calls after any
+//!   `MPI_Finalize`.
+//! - The constants of `mpi::ffi`, "a constant" below, are immutable statics of mpi-sys, set when the program is loaded.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
@@ -53,7 +60,8 @@ fn check(call: &str, code: c_int) -> Result<()> {
 
 fn text_of(code: c_int) -> String {
     let (mut text, mut len) = (vec![0_u8; ffi::MPI_MAX_ERROR_STRING as usize + 1], 0);
-    // SAFETY: the buffer has the room that MPI asks for, and `len` outlives the call.
+    // SAFETY: MPI writes at most `MPI_MAX_ERROR_STRING` bytes, its closing zero included, to `text`, which has more,
+    // and one number to `len`. Any code is allowed.
     let code_of_text = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
     if code_of_text != SUCCESS {
         return format!("error {code}");
@@ -65,14 +73,14 @@ fn text_of(code: c_int) -> String {
 /// True if MPI was initialised, here or by the program. May be called at any time.
 pub(crate) fn is_initialized() -> bool {
     let mut flag = 0;
-    // SAFETY: allowed at any time; `flag` outlives the call.
+    // SAFETY: MPI allows this call at any time, from any thread, and writes one number to `flag`.
     unsafe { ffi::MPI_Initialized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
 /// True if MPI was finalized. May be called at any time.
 pub(crate) fn is_finalized() -> bool {
     let mut flag = 0;
-    // SAFETY: allowed at any time; `flag` outlives the call.
+    // SAFETY: MPI allows this call at any time, from any thread, and writes one number to `flag`.
     unsafe { ffi::MPI_Finalized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
@@ -80,7 +88,9 @@ pub(crate) fn is_finalized() -> bool {
 /// do. The caller has checked that MPI was never initialised.
 pub(crate) fn init() -> Result<()> {
     let mut provided = 0;
-    // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
+    // SAFETY: MPI may be initialised once per process: `lifecycle` calls this once, on a thread of its own, if MPI was
+    // neither initialised nor finalized before. MPI lets both pointers to arguments be null, the level is a constant,
+    // and MPI writes one number to `provided`.
     let code = unsafe { ffi::MPI_Init_thread(null_mut(), null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut provided) };
     check("MPI_Init_thread", code)
 }
@@ -88,9 +98,10 @@ pub(crate) fn init() -> Result<()> {
 /// True if threads may call MPI by turns. MPI is initialised.
 pub(crate) fn is_for_threads() -> Result<bool> {
     let mut provided = 0;
-    // SAFETY: MPI is initialised; `provided` outlives the call.
+    // SAFETY: MPI is initialised: `lifecycle` calls this after `init`, or if `is_initialized`. Any thread may call it,
+    // and MPI writes one number to `provided`.
     check("MPI_Query_thread", unsafe { ffi::MPI_Query_thread(&raw mut provided) })?;
-    // SAFETY: a constant of the library.
+    // SAFETY: a constant.
     Ok(provided >= unsafe { ffi::RSMPI_THREAD_SERIALIZED })
 }
 
@@ -99,16 +110,19 @@ pub(crate) fn finalize() -> Result<()> {
     if is_finalized() {
         return Err(Failure::Finalized);
     }
-    // SAFETY: the caller promises what MPI asks for.
+    // SAFETY: MPI asks for the thread that initialised it: `lifecycle` calls `init` and this on one thread. No other
+    // thread may be in a call of MPI: no transport is in use, and the program must have ended its own calls, as with
+    // any finalization. Messages still under way keep their memory: `lifecycle` holds their `Requests` in a static.
     check("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
 }
 
 /// The installed MPI, by name and version.
 pub(crate) fn library() -> String {
-    // SAFETY: a constant of the library.
+    // SAFETY: a constant.
     let room = usize::try_from(unsafe { ffi::RSMPI_MAX_LIBRARY_VERSION_STRING }).unwrap_or(8192);
     let (mut text, mut len) = (vec![0_u8; room + 1], 0);
-    // SAFETY: the buffer has the room that MPI asks for; allowed at any time.
+    // SAFETY: MPI allows this call at any time, and writes at most `room` bytes to `text`, which has more, and one
+    // number to `len`.
     let code = unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
     if code != SUCCESS {
         return "an unknown MPI".to_owned();
@@ -123,8 +137,8 @@ pub(crate) fn at_exit(f: extern "C" fn()) -> bool {
     unsafe extern "C" {
         fn atexit(f: extern "C" fn()) -> c_int;
     }
-    // SAFETY: the C library's function; `f` is a function of this program, which lives as long as it, and does not
-    // unwind.
+    // SAFETY: the declaration is that of the C standard; `f` is code of this program, which is never unloaded, and a
+    // panic in an `extern "C"` function aborts instead of unwinding into the C library.
     unsafe { atexit(f) == 0 }
 }
 
@@ -140,39 +154,44 @@ pub(crate) struct Comm {
     is_own: bool,
 }
 
-// SAFETY: a handle, which MPI lets threads use by turns, see `turn`.
+// SAFETY: `raw` is MPI's handle, which is never followed here. MPI was initialised at least for threads that take turns
+// (`is_for_threads`), so any thread may use the handle while it holds the lock of `turn`.
 unsafe impl Send for Comm {}
-// SAFETY: as above.
+// SAFETY: as above: every method that passes `raw` to MPI, and `Requests`, holds the lock of `turn`; the other fields
+// never change.
 unsafe impl Sync for Comm {}
 
 impl Comm {
     /// All processes of the job. MPI is initialised.
     pub(crate) fn world() -> Result<Comm> {
         let _turn = turn()?;
-        // SAFETY: a constant of the library.
+        // SAFETY: a constant.
         Comm::new(unsafe { ffi::RSMPI_COMM_WORLD })
     }
 
     /// A new communicator of this process alone.
     pub(crate) fn of_this_process() -> Result<Comm> {
         let _turn = turn()?;
-        // SAFETY: a constant of the library.
+        // SAFETY: a constant.
         let own = Comm::new(unsafe { ffi::RSMPI_COMM_SELF })?;
         let mut raw = own.raw;
-        // SAFETY: a valid communicator of this process alone, so this does not wait; `raw` outlives the call.
+        // SAFETY: `own` is MPI_COMM_SELF, which is valid while MPI is initialised; the lock of `turn` is held. MPI
+        // writes the new handle to `raw`. Only this process takes part, so the call waits for no other.
         check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(own.raw, &raw mut raw) })?;
         let mut comm = Comm::new(raw)?;
         comm.is_own = true;
         Ok(comm)
     }
 
+    /// `raw` is a valid communicator, and the caller holds the lock of `turn`.
     fn new(raw: ffi::MPI_Comm) -> Result<Comm> {
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: a valid communicator, and a constant of the library.
+        // SAFETY: `raw` is valid and the lock of `turn` is held, which all three callers see to: they pass a constant
+        // or what a duplication has completed. The error handler is a constant.
         check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) })?;
-        // SAFETY: a valid communicator; `rank` outlives the call.
+        // SAFETY: `raw` as above; MPI writes one number to `rank`.
         check("MPI_Comm_rank", unsafe { ffi::MPI_Comm_rank(raw, &raw mut rank) })?;
-        // SAFETY: a valid communicator; `size` outlives the call.
+        // SAFETY: `raw` as above; MPI writes one number to `size`.
         check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(raw, &raw mut size) })?;
         Ok(Comm { raw, rank, size, tag_max: tag_max()?, is_own: false })
     }
@@ -196,9 +215,10 @@ impl Comm {
     pub(crate) fn duplicate(&self) -> Result<Duplication> {
         let _turn = turn()?;
         // Boxed and leaked: MPI writes to it at the end, which may never come. A few bytes per world.
-        // SAFETY: constants of the library.
+        // SAFETY: constants.
         let state = Box::leak(Box::new(unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) }));
-        // SAFETY: a valid communicator; what is written to lives forever.
+        // SAFETY: `self.raw` is valid, as `Comm::new` got it, and the lock of `turn` is held. MPI writes to `state`,
+        // now and when the duplication is complete: it is leaked, and only its `Duplication` uses it.
         check("MPI_Comm_idup", unsafe { ffi::MPI_Comm_idup(self.raw, &raw mut state.0, &raw mut state.1) })?;
         Ok(Duplication(state))
     }
@@ -217,16 +237,19 @@ impl Drop for Comm {
             return;
         }
         let Ok(_turn) = turn() else { return };
-        // SAFETY: a valid communicator that is out of use. Messages under way on it end first.
+        // SAFETY: `self.raw` is a duplicate that `of_this_process` made, valid and freed only here, and the lock of
+        // `turn` is held. `Requests` hold this object by an `Arc`, so no new message can begin; MPI itself keeps the
+        // communicator until those under way are done.
         unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
     }
 }
 
 fn tag_max() -> Result<c_int> {
     let (mut value, mut flag) = (null_mut::<c_int>(), 0);
-    // SAFETY: a constant of the library.
+    // SAFETY: a constant.
     let world = unsafe { ffi::RSMPI_COMM_WORLD };
-    // SAFETY: for this key MPI stores the address of an `int`, which lives as long as MPI, if it sets the flag.
+    // SAFETY: MPI_COMM_WORLD is valid while MPI is initialised, and the caller, `Comm::new`, holds the lock of `turn`.
+    // For this key MPI writes the address of an `int` of its own to `value` if it sets `flag`.
     let code = unsafe {
         ffi::MPI_Comm_get_attr(world, ffi::MPI_TAG_UB as c_int, (&raw mut value).cast::<c_void>(), &raw mut flag)
     };
@@ -234,7 +257,8 @@ fn tag_max() -> Result<c_int> {
     if flag == 0 || value.is_null() {
         return Ok(32767); // MPI guarantees this much
     }
-    // SAFETY: see above.
+    // SAFETY: MPI set the flag and an address that is not null: that of an `int` which MPI never changes, and which
+    // lives until MPI is finalized, for which the lock of `turn` was checked.
     Ok(unsafe { *value })
 }
 
@@ -246,7 +270,8 @@ impl Duplication {
     pub(crate) fn test(&mut self) -> Result<Option<Comm>> {
         let _turn = turn()?;
         let (mut flag, mut status) = (0, no_status());
-        // SAFETY: the request of this object; flag and status outlive the call.
+        // SAFETY: the request is that of `MPI_Comm_idup`, or the null request once it is complete; both may be tested.
+        // `&mut self` and the lock of `turn` keep others from it. MPI writes to `flag` and `status`.
         check("MPI_Comm_idup", unsafe { ffi::MPI_Test(&raw mut self.0.1, &raw mut flag, &raw mut status) })?;
         if flag == 0 { Ok(None) } else { Comm::new(self.0.0).map(Some) }
     }
@@ -277,7 +302,8 @@ pub(crate) struct Completed<K> {
     pub(crate) len: Result<usize>,
 }
 
-// SAFETY: handles and owned memory; MPI lets threads use requests by turns, see `turn`.
+// SAFETY: the requests are MPI's handles, which are never followed here. MPI lets any thread test or cancel a request,
+// by turns: `send`, `receive`, `poll` and `drop` hold the lock of `turn`. Everything else is owned, and `K` is `Send`.
 unsafe impl<K: Send> Send for Requests<K> {}
 
 impl<K> Requests<K> {
@@ -298,8 +324,9 @@ impl<K> Requests<K> {
         self.comm.check_peer(to, tag)?;
         let _turn = turn()?;
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
-        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
-        // request is done.
+        // SAFETY: `check_peer` has checked rank and tag, `self.comm` is valid, and the lock of `turn` is held. MPI
+        // reads `count` bytes, at most the length of `buffer`, until the request is done. Until `poll` has found it
+        // done, `push` keeps `buffer` unchanged; `drop` leaks it if that never comes.
         let code = unsafe {
             let bytes = buffer.as_ptr().cast::<c_void>();
             ffi::MPI_Isend(bytes, count, ffi::RSMPI_UINT8_T, to, tag, self.comm.raw, &raw mut request)
@@ -314,8 +341,8 @@ impl<K> Requests<K> {
         self.comm.check_peer(from, tag)?;
         let _turn = turn()?;
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
-        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
-        // request is done.
+        // SAFETY: as in `send`; MPI writes at most `count` bytes to `buffer`, which nothing else reads or writes until
+        // the request is done.
         let code = unsafe {
             let bytes = buffer.as_mut_ptr().cast::<c_void>();
             ffi::MPI_Irecv(bytes, count, ffi::RSMPI_UINT8_T, from, tag, self.comm.raw, &raw mut request)
@@ -340,7 +367,9 @@ impl<K> Requests<K> {
         let mut done = 0;
         self.indices.resize(under_way, 0);
         self.statuses.resize_with(under_way, no_status);
-        // SAFETY: as many requests, of this object, as there is room for indices and statuses.
+        // SAFETY: the lock of `turn` is held. `requests` are `under_way` requests that `MPI_Isend` and `MPI_Irecv`
+        // returned and that are not done: those done are removed below. MPI writes at most as many indices and
+        // statuses, for which both vectors were resized, and one number to `done`.
         let code = unsafe {
             ffi::MPI_Testsome(
                 count(under_way)?,
@@ -386,7 +415,9 @@ impl<K> Drop for Requests<K> {
     fn drop(&mut self) {
         if let Ok(_turn) = turn() {
             for (request, _) in self.requests.iter_mut().zip(&self.messages).filter(|(_, message)| message.receives) {
-                // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
+                // SAFETY: the lock of `turn` is held, and `request` is a receive that is not done, or `poll` would have
+                // removed it; after a failed `MPI_Testsome` it may be the null request, which MPI refuses. A cancelled
+                // request stays valid until it is tested, as below.
                 unsafe { ffi::MPI_Cancel(request) };
             }
         }
@@ -408,17 +439,18 @@ fn count(len: usize) -> Result<c_int> {
 
 fn length(status: &ffi::MPI_Status) -> Result<usize> {
     let mut len = 0;
-    // SAFETY: a status that MPI has filled in, a constant of the library; `len` outlives the call.
+    // SAFETY: `status` is one of those that `MPI_Testsome` has filled in, for a message of this type, and the caller,
+    // `poll`, holds the lock of `turn`. The type is a constant, and MPI writes one number to `len`.
     check("MPI_Get_count", unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut len) })?;
     usize::try_from(len).map_err(|_| Failure::Call(format!("MPI_Get_count: {len}")))
 }
 
 fn null_request() -> ffi::MPI_Request {
-    // SAFETY: a constant of the library.
+    // SAFETY: a constant.
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
 fn no_status() -> ffi::MPI_Status {
-    // SAFETY: a struct of integers, for which zeroes are a value.
+    // SAFETY: MPICH and Open MPI declare `MPI_Status` as a struct of integers, of which zeros are a valid value.
     unsafe { std::mem::zeroed() }
 }

@@ -12,7 +12,8 @@ impl DeviceBuffer {
     /// done.
     ///
     /// # Errors
-    /// If there are too many bytes; errors of the driver and of `check`.
+    /// [`DeviceError::InvalidArgument`] if there are too many bytes; [`DeviceError::WrongStream`]; errors of the driver
+    /// and of `check`.
     pub fn write(&self, stream: &Stream, bytes: &[u8], check: WaitCheck<'_>) -> Result<(), DeviceError> {
         let mut host = self.device().alloc_host(bytes.len())?;
         host.bytes_mut().copy_from_slice(bytes);
@@ -23,7 +24,8 @@ impl DeviceBuffer {
     /// Returns the first `len_bytes` bytes of this buffer, after waiting until all earlier work on `stream` is done.
     ///
     /// # Errors
-    /// If the buffer is shorter; errors of the driver and of `check`.
+    /// [`DeviceError::InvalidArgument`] if the buffer is shorter; [`DeviceError::WrongStream`]; errors of the driver
+    /// and of `check`.
     pub fn read(&self, stream: &Stream, len_bytes: usize, check: WaitCheck<'_>) -> Result<Vec<u8>, DeviceError> {
         let host = self.device().alloc_host(len_bytes)?;
         stream.download(self.all().part(0, len_bytes)?, &host)?;

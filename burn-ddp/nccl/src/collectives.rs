@@ -17,7 +17,8 @@ impl Communicator {
     /// Reduces the first region of each pair over all ranks into the second, which may be the same.
     ///
     /// # Errors
-    /// Arguments that do not fit together; [`DeviceError::WrongStream`]; errors of NCCL and of `check`.
+    /// [`DeviceError::InvalidArgument`] for regions, ranks, types or operators that do not fit together;
+    /// [`DeviceError::WrongStream`]; errors of NCCL and of `check`.
     pub fn all_reduce(
         &mut self,
         stream: &Stream,
@@ -175,25 +176,30 @@ impl Communicator {
 
     /// Fails unless `stream` belongs to this communicator's device.
     fn check_stream(&self, stream: &Stream) -> Result<(), DeviceError> {
-        let (stream, communicator) = (stream.device().ordinal(), self.device().ordinal());
-        if stream == communicator { Ok(()) } else { Err(DeviceError::WrongStream { stream, communicator }) }
+        stream.check_device(self.device().ordinal())
     }
 
-    fn check_rank(&self, rank: usize) -> Result<(), String> {
-        if rank < self.size() { Ok(()) } else { Err(format!("rank {rank} of a communicator of {}", self.size())) }
+    fn check_rank(&self, rank: usize) -> Result<(), DeviceError> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        refuse(format!("rank {rank} of a communicator of {}", self.size()))
     }
 
-    fn check_region(&self, dtype: DType, region: Region) -> Result<(), String> {
+    fn check_region(&self, dtype: DType, region: Region) -> Result<(), DeviceError> {
         let Region { pointer, len_bytes, ordinal } = region;
         if ordinal != self.device().ordinal() {
-            return Err(format!("memory of device {ordinal} for a communicator on device {}", self.device().ordinal()));
+            return refuse(format!(
+                "memory of device {ordinal} for a communicator on device {}",
+                self.device().ordinal()
+            ));
         }
         let size = dtype.size_bytes();
         if !len_bytes.is_multiple_of(size) || !pointer.is_multiple_of(size as u64) {
-            return Err(format!("{len_bytes} bytes at {pointer:#x} are not {dtype} elements"));
+            return refuse(format!("{len_bytes} bytes at {pointer:#x} are not {dtype} elements"));
         }
         if pointer == 0 && len_bytes > 0 {
-            return Err(format!("{len_bytes} bytes at address 0"));
+            return refuse(format!("{len_bytes} bytes at address 0"));
         }
         Ok(())
     }
@@ -206,11 +212,11 @@ impl Communicator {
         output: Region,
         rows_in: usize,
         rows_out: usize,
-    ) -> Result<(), String> {
+    ) -> Result<(), DeviceError> {
         self.check_region(dtype, input)?;
         self.check_region(dtype, output)?;
         if input.len_bytes.checked_mul(rows_out) != output.len_bytes.checked_mul(rows_in) {
-            return Err(format!("an input of {} bytes for an output of {}", input.len_bytes, output.len_bytes));
+            return refuse(format!("an input of {} bytes for an output of {}", input.len_bytes, output.len_bytes));
         }
         Ok(())
     }
@@ -219,10 +225,10 @@ impl Communicator {
     fn op(&mut self, dtype: DType, kind: NcclOp) -> Result<c_int, DeviceError> {
         let factor = match kind {
             NcclOp::Builtin(op) if op.supports(dtype) => return Ok(op_code(op)),
-            NcclOp::Builtin(op) => return Err(format!("{op} of {dtype}").into()),
+            NcclOp::Builtin(op) => return refuse(format!("{op} of {dtype}")),
             NcclOp::PreMulSum(factor) => factor,
         };
-        let mut scalar = scalar(dtype, factor).ok_or_else(|| format!("a factor for {dtype}"))?;
+        let Some(mut scalar) = scalar(dtype, factor) else { return refuse(format!("a factor for {dtype}")) };
         let mut op = 0;
         // SAFETY: a valid out-pointer for the operator, and a scalar of the type, which NCCL reads before it returns.
         let code = unsafe {
@@ -241,6 +247,10 @@ impl Communicator {
             unsafe { self.calls().red_op_destroy(op, self.raw()) };
         }
     }
+}
+
+fn refuse<R>(message: String) -> Result<R, DeviceError> {
+    Err(DeviceError::invalid_argument(message))
 }
 
 /// Result of one NCCL call within a group.

@@ -40,7 +40,8 @@ impl Communicator {
     /// Makes this rank's side of the communicator `id`. All ranks call it, and it waits for them.
     ///
     /// # Errors
-    /// Errors of NCCL and of `check`, after which the communicator is aborted.
+    /// [`DeviceError::InvalidArgument`] unless `rank` is below `size`, which fits in 31 bits; errors of NCCL and of
+    /// `check`, after which the communicator is aborted.
     pub fn init(
         (nccl, device): (&Nccl, &Device),
         id: UniqueId,
@@ -49,7 +50,7 @@ impl Communicator {
         check: WaitCheck<'_>,
     ) -> Result<Communicator, DeviceError> {
         if rank >= size || c_int::try_from(size).is_err() {
-            return Err(DeviceError::Library(format!("rank {rank} of a communicator of {size}")));
+            return Err(DeviceError::invalid_argument(format!("rank {rank} of a communicator of {size}")));
         }
         device.bind()?;
         let (mut raw, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(blocking));

@@ -6,6 +6,7 @@ use std::fmt;
 
 use crate::device::{Device, DriverHandle};
 use crate::driver::DevicePtr;
+use crate::error::DeviceError;
 
 impl Device {
     /// Allocates memory of this device, with unspecified contents.
@@ -54,15 +55,15 @@ impl Region {
     }
 
     /// The part of `len_bytes` that begins at `start`.
-    pub(crate) fn part(self, start: usize, len_bytes: usize) -> Result<Region, String> {
+    pub(crate) fn part(self, start: usize, len_bytes: usize) -> Result<Region, DeviceError> {
         match start.checked_add(len_bytes) {
             Some(end) if end <= self.len_bytes => {
                 Ok(Region { pointer: self.pointer + start as u64, len_bytes, ..self })
             }
-            _ => Err(format!(
+            _ => Err(DeviceError::invalid_argument(format!(
                 "{len_bytes} bytes from byte {start} on are not within a device memory of {} bytes",
                 self.len_bytes
-            )),
+            ))),
         }
     }
 }

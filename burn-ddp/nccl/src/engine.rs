@@ -310,7 +310,7 @@ fn all_reduce(
 }
 
 /// `region` as `count` rows of `len` bytes, each with its rank.
-fn rows(region: Region, len: usize, count: usize) -> Result<Vec<(usize, Region)>, String> {
+fn rows(region: Region, len: usize, count: usize) -> Result<Vec<(usize, Region)>, DeviceError> {
     (0..count).map(|rank| Ok((rank, region.part(rank * len, len)?))).collect()
 }
 

@@ -12,12 +12,17 @@ use burn_ddp_comm::{Call, Error};
 pub enum DeviceError {
     /// Message of NCCL or of the CUDA driver.
     Library(String),
-    /// A stream of another device than the communicator's. Nothing was launched.
+    /// An argument that this crate refuses. Nothing was launched.
+    InvalidArgument {
+        /// The argument, and what it does not fit.
+        message: String,
+    },
+    /// A stream of another device than the communicator's or the memory's. Nothing was launched.
     WrongStream {
         /// Device of the stream.
         stream: usize,
-        /// Device of the communicator.
-        communicator: usize,
+        /// Device of the communicator or of the memory.
+        expected: usize,
     },
     /// The world has ended, or the deadline has passed.
     World(Error),
@@ -26,9 +31,9 @@ pub enum DeviceError {
 impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            DeviceError::Library(message) => f.write_str(message),
-            DeviceError::WrongStream { stream, communicator } => {
-                write!(f, "a stream of CUDA device {stream} for a communicator on CUDA device {communicator}")
+            DeviceError::Library(message) | DeviceError::InvalidArgument { message } => f.write_str(message),
+            DeviceError::WrongStream { stream, expected } => {
+                write!(f, "a stream of CUDA device {stream}, but the work is on CUDA device {expected}")
             }
             DeviceError::World(error) => error.fmt(f),
         }
@@ -42,6 +47,12 @@ impl std::error::Error for DeviceError {
             DeviceError::World(error) => std::error::Error::source(error),
             _ => None,
         }
+    }
+}
+
+impl DeviceError {
+    pub(crate) fn invalid_argument(message: String) -> DeviceError {
+        DeviceError::InvalidArgument { message }
     }
 }
 

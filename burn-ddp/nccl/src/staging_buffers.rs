@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::Device;
 use crate::device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
+use crate::error::DeviceError;
 use crate::event::Event;
 use crate::stream::Stream;
 
@@ -44,7 +45,7 @@ impl Staging {
     }
 
     /// Regions of input and output on the device.
-    pub(crate) fn regions(&self, input_bytes: usize, output_bytes: usize) -> Result<(Region, Region), String> {
+    pub(crate) fn regions(&self, input_bytes: usize, output_bytes: usize) -> Result<(Region, Region), DeviceError> {
         let all = self.device.all();
         Ok((all.part(0, input_bytes)?, all.part(input_bytes.next_multiple_of(ALIGN), output_bytes)?))
     }

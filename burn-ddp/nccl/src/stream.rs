@@ -7,6 +7,7 @@ use std::fmt;
 use crate::device::{Device, DriverHandle};
 use crate::device_and_pinned_memory::{HostBuffer, Region};
 use crate::driver::{Raw, STREAM_NON_BLOCKING};
+use crate::error::DeviceError;
 use crate::event::Event;
 
 impl Device {
@@ -31,10 +32,6 @@ pub struct Stream {
 }
 
 impl Stream {
-    pub(crate) fn device(&self) -> &Device {
-        &self.device
-    }
-
     /// The `CUstream`.
     pub fn raw(&self) -> *mut c_void {
         self.handle.0
@@ -60,36 +57,47 @@ impl Stream {
         self.device.driver().check("cuEventRecord", code)
     }
 
+    /// Fails unless this stream belongs to the device `expected`.
+    pub(crate) fn check_device(&self, expected: usize) -> Result<(), DeviceError> {
+        let stream = self.device.ordinal();
+        if stream == expected { Ok(()) } else { Err(DeviceError::WrongStream { stream, expected }) }
+    }
+
     /// Copies the first bytes of `from` to `to`.
-    pub(crate) fn upload(&self, from: &HostBuffer, to: Region) -> Result<(), String> {
+    pub(crate) fn upload(&self, from: &HostBuffer, to: Region) -> Result<(), DeviceError> {
+        self.check_device(to.ordinal)?;
         if to.len_bytes > from.len_bytes() {
-            return Err(format!("{} bytes from a buffer of {}", to.len_bytes, from.len_bytes()));
+            let message = format!("{} bytes from a buffer of {}", to.len_bytes, from.len_bytes());
+            return Err(DeviceError::invalid_argument(message));
         }
         // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
         let code = unsafe {
             self.device.driver().calls().memcpy_htod_async(to.pointer, from.raw(), to.len_bytes, self.handle.0)
         };
-        self.device.driver().check("cuMemcpyHtoDAsync", code)
+        Ok(self.device.driver().check("cuMemcpyHtoDAsync", code)?)
     }
 
     /// Copies `from` to the first bytes of `to`.
-    pub(crate) fn download(&self, from: Region, to: &HostBuffer) -> Result<(), String> {
+    pub(crate) fn download(&self, from: Region, to: &HostBuffer) -> Result<(), DeviceError> {
+        self.check_device(from.ordinal)?;
         if from.len_bytes > to.len_bytes() {
-            return Err(format!("{} bytes to a buffer of {}", from.len_bytes, to.len_bytes()));
+            let message = format!("{} bytes to a buffer of {}", from.len_bytes, to.len_bytes());
+            return Err(DeviceError::invalid_argument(message));
         }
         // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
         let code = unsafe {
             self.device.driver().calls().memcpy_dtoh_async(to.raw(), from.pointer, from.len_bytes, self.handle.0)
         };
-        self.device.driver().check("cuMemcpyDtoHAsync", code)
+        Ok(self.device.driver().check("cuMemcpyDtoHAsync", code)?)
     }
 
     /// Fills `region` with zeros.
-    pub(crate) fn clear(&self, region: Region) -> Result<(), String> {
+    pub(crate) fn clear(&self, region: Region) -> Result<(), DeviceError> {
+        self.check_device(region.ordinal)?;
         // SAFETY: a region is `len_bytes` of device memory, by its contract.
         let code =
             unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
-        self.device.driver().check("cuMemsetD8Async", code)
+        Ok(self.device.driver().check("cuMemsetD8Async", code)?)
     }
 }
 

@@ -209,6 +209,26 @@ impl DataError {
         }
     }
 
+    /// As [`crate::Error::rank`].
+    pub(crate) fn rank(&self) -> Option<usize> {
+        match self {
+            DataError::Comm(error) => error.rank(),
+            DataError::StreamFailed { rank, .. } => Some(*rank),
+            _ => None,
+        }
+    }
+
+    /// As [`crate::Error::job_usable`]: true for errors of `build` and of a stream, which all ranks get in the same
+    /// call, and for a batch that the ranks can agree to skip.
+    pub(crate) fn job_usable(&self) -> bool {
+        match self {
+            DataError::Comm(error) => error.group_usable(),
+            // The epoch ends on this rank alone.
+            DataError::WorkerNotStarted { .. } | DataError::WorkerStalled { .. } | DataError::EmptyPart { .. } => false,
+            _ => true,
+        }
+    }
+
     /// True if only this batch is lost, so that the epoch can go on if all ranks agree to skip it.
     pub(super) fn is_skippable(&self) -> bool {
         matches!(self, DataError::Dataset { .. } | DataError::Weight { .. } | DataError::WorkerPanicked { .. })

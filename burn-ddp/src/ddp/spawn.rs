@@ -142,7 +142,10 @@ impl Ddp {
             .map_err(|e| Error::Launch(Arc::new(e)))?;
         match outcome.exit_code {
             0 => Ok(()),
-            exit_code => Err(Error::Job { exit_code, report: outcome.to_string() }.into()),
+            exit_code => {
+                let rank = outcome.failure.as_ref().map(|failure| failure.rank);
+                Err(Error::Job { exit_code, rank, report: outcome.to_string() }.into())
+            }
         }
     }
 }

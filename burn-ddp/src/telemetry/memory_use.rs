@@ -1,4 +1,4 @@
-//! Memory that wrapped models take on a rank.
+//! Memory that wrapped models take on a rank, computed from shapes.
 
 use std::fmt;
 use std::iter::Sum;
@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// models from [`Telemetry::memory`](super::Telemetry::memory) and [`Report::memory`](super::Report::memory).
 ///
 /// The numbers are computed from shapes. They do not include activations, data, memory that Burn's kernels keep, and
-/// sums of accumulation; nor the whole model on each rank during `wrap` and `unwrap`, and a copy of the saved values on
+/// sums of accumulation; nor the whole model on each rank during `wrap` and `unwrap`, or a copy of the saved values on
 /// rank 0 during `save_safetensors` and asynchronous checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]

@@ -42,8 +42,8 @@ pub struct Stats {
     pub tensors: u64,
     /// Bytes of gradients and flags that this rank passed to the engine.
     pub bytes: u64,
-    /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered, with the rows of all ranks:
-    /// for reads, files and hashes.
+    /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered for reads, files and hashes.
+    /// Each gather counts the whole parameter, this rank's part included.
     pub gathered: u64,
     /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets;
     /// for [sharded](crate::WrapConfig::with_sharding) parameters also gathering them and reducing their gradients.

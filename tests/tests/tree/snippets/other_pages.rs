@@ -49,7 +49,18 @@ fn errors(ddp: &Ddp, model: Model, loss: Tensor<1>) -> anyhow::Result<()> {
         Ok(grads) => {
             GradientsParams::from_grads(grads, &model);
         }
-        Err(burn_ddp::Error::Comm(error)) => eprintln!("look at rank {:?}: {error}", error.rank()),
+        Err(error) => {
+            eprintln!("look at rank {:?}", error.rank());
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}
+
+fn usable_job(ddp: &Ddp, model: Model) -> anyhow::Result<()> {
+    match ddp.save(&model, "model") {
+        Ok(path) => println!("wrote {}", path.display()),
+        Err(error) if error.job_usable() => eprintln!("training goes on without this file: {error}"),
         Err(error) => return Err(error.into()),
     }
     Ok(())
