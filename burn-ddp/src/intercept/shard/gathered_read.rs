@@ -22,7 +22,7 @@ pub(in crate::intercept) fn evaluated<B: Backend>(part: FloatTensor<B>, tap: &Ta
 
 /// The whole of a slot for a forward, and the number of the read. *Collective*.
 pub(in crate::intercept) fn gathered<B: Backend>(tap: &TapHandle, part: FloatTensor<B>) -> (FloatTensor<B>, usize) {
-    let read = tap.model.shards().map_or(0, super::ShardGroup::next_read);
+    let read = tap.model.shards().map_or(0, |shards| shards.next_read(tap.slot));
     (gathered_for::<B>(tap, part, Purpose::Forward(read)), read)
 }
 

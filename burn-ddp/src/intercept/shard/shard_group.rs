@@ -22,8 +22,8 @@ pub(crate) enum Purpose {
     Evaluation,
     /// Gathers in backward what the n-th read gathered.
     Backward(usize),
-    /// Agrees on which gradients there are, before the first reduction of a backward, and after so many reads.
-    Agreement(usize),
+    /// Agrees on which gradients there are, before the first reduction of a backward.
+    Agreement,
     /// Reduces a gradient.
     Gradient,
     /// Gathers for a file, a hash, or a model without parts.
@@ -31,6 +31,10 @@ pub(crate) enum Purpose {
     /// Sums numbers of the parts.
     Numbers,
 }
+
+/// Rule that ranks break whose calls differ.
+const IN_STEP: &str = "every rank must read the same parameters of the same copies of the model in the same order, in \
+    training and in evaluation, and change copies in the same order";
 
 /// Bits of a tag after its purpose: number of the read, number of the value, slot.
 const READ_BITS: u32 = 20;
@@ -52,7 +56,7 @@ impl Purpose {
             Purpose::Forward(number) => (1, number),
             Purpose::Evaluation => (2, 0),
             Purpose::Backward(number) => (3, number),
-            Purpose::Agreement(number) => (4, number),
+            Purpose::Agreement => (4, 0),
             Purpose::Gradient => (5, 0),
             Purpose::Whole => (6, 0),
             Purpose::Numbers => (7, 0),
@@ -79,7 +83,7 @@ fn spoken(tag: u64, slots: &[Slot]) -> String {
         1 => format!("reads {path}{copy} in a forward (read {number} since the last backward)"),
         2 => format!("reads {path}{copy} without a gradient (evaluation)"),
         3 => format!("needs {path}{copy} in backward, for read {number}"),
-        4 => format!("begins to reduce the gradients of a backward, after {number} reads of parameters"),
+        4 => "begins to reduce the gradients of a backward".into(),
         5 => format!("reduces the gradient of {path}"),
         6 => format!("makes {path}{copy} whole (save, hash or unwrap)"),
         7 => "computes the norm of the gradients".into(),
@@ -93,8 +97,8 @@ pub(crate) struct ShardGroup {
     slots: Arc<[Slot]>,
     /// Reads since the last backward.
     reads: AtomicUsize,
-    /// Reads since the last agreement.
-    reads_to_compare: AtomicUsize,
+    /// Reads of each slot since the last agreement.
+    reads_to_compare: Box<[AtomicUsize]>,
     /// Locked by reads, for a moment, and by the last gate.
     held: Mutex<GatherCache>,
     meter: Meter,
@@ -105,7 +109,8 @@ impl ShardGroup {
         group.hide_from_timeline();
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
         let held = Mutex::new(GatherCache::new(sharded));
-        ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare: AtomicUsize::new(0), held, meter }
+        let reads_to_compare = slots.iter().map(|_| AtomicUsize::new(0)).collect();
+        ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare, held, meter }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -131,9 +136,9 @@ impl ShardGroup {
         dims
     }
 
-    /// Number of the next read.
-    pub(super) fn next_read(&self) -> usize {
-        self.reads_to_compare.fetch_add(1, Ordering::AcqRel);
+    /// Number of the next read, which is of this slot.
+    pub(super) fn next_read(&self, slot: usize) -> usize {
+        self.reads_to_compare[slot].fetch_add(1, Ordering::AcqRel);
         self.reads.fetch_add(1, Ordering::AcqRel)
     }
 
@@ -188,18 +193,35 @@ impl ShardGroup {
         filled(dtype.size_bytes(), division.padded_len_bytes(), gather)
     }
 
-    /// The numbers of every rank, in the order of ranks: equally many each. *Collective*.
+    /// The numbers of each rank, equally many each. *Collective*.
     ///
     /// # Errors
     ///
-    /// On every rank, if the ranks have read different numbers of parameters since the last agreement: reads of held
+    /// On every rank, if the ranks have read a parameter in different numbers since the last agreement: reads of held
     /// values are no collectives, so nothing else compares them.
-    pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
-        let mut all = vec![0; own.len() * self.group.world_size()];
-        let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
-        let tag = Purpose::Agreement(self.reads_to_compare.swap(0, Ordering::AcqRel)).tag(0, 0);
-        self.group.all_gather_tagged(DType::I64, own, rows, tag).map_err(|e| self.explain(e))?;
-        Ok(all)
+    pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<Vec<i64>>> {
+        let reads = self.reads_to_compare.iter().map(|reads| reads.swap(0, Ordering::AcqRel) as i64);
+        let numbers: Vec<i64> = own.iter().copied().chain(reads).collect();
+        let mut all = vec![0; numbers.len() * self.group.world_size()];
+        let (part, rows) = (bytemuck::cast_slice(&numbers), bytemuck::cast_slice_mut(&mut all));
+        let tag = Purpose::Agreement.tag(0, 0);
+        self.group.all_gather_tagged(DType::I64, part, rows, tag).map_err(|e| self.explain(e))?;
+        let ranks = || all.chunks_exact(numbers.len()).map(|of_rank| of_rank.split_at(own.len()));
+        for (rank, (_, reads)) in ranks().enumerate() {
+            self.compare_reads(rank, &all[own.len()..numbers.len()], reads)?;
+        }
+        Ok(ranks().map(|(numbers, _)| numbers.to_vec()).collect())
+    }
+
+    /// Fails if a rank of the group has read a slot in another number than the first one.
+    fn compare_reads(&self, rank: usize, first: &[i64], reads: &[i64]) -> Result<()> {
+        let Some(slot) = (0..reads.len()).find(|slot| reads[*slot] != first[*slot]) else { return Ok(()) };
+        let (first_rank, rank, path) = (self.group.ranks()[0], self.group.ranks()[rank], &self.slots[slot].path);
+        let reason = format!(
+            "rank {first_rank} has read {path} {} times since the last reduction, but rank {rank} {} times: {IN_STEP}",
+            first[slot], reads[slot]
+        );
+        Err(Error::Sharding { rank, reason })
     }
 
     /// Numbers that every rank passes, in the order of ranks: equally many each. *Collective*.
@@ -212,8 +234,7 @@ impl ShardGroup {
 
     /// Fails like a mean in which all weights are 0, alike on all ranks. *Collective*.
     pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
-        let refused =
-            self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement(0).tag(1, 0));
+        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1, 0));
         refused.map_err(|e| self.explain(e))
     }
 
@@ -256,11 +277,7 @@ impl ShardGroup {
         };
         let does: Vec<String> = calls.iter().map(say).collect();
         let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();
-        let reason = format!(
-            "{}: every rank must read the same parameters of the same copies of the model in the same order, in \
-            training and in evaluation, and change copies in the same order ({error})",
-            does.join(", but ")
-        );
+        let reason = format!("{}: {IN_STEP} ({error})", does.join(", but "));
         Error::Sharding { rank, reason }
     }
 }

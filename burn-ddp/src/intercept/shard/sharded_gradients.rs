@@ -66,8 +66,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let mut own = vec![micro_batch.weight_of_mean.unwrap_or(1.0).to_bits() as i64, i64::from(contributes)];
         own.extend(outstanding.iter().map(|reads| reads.load(Ordering::Acquire) as i64));
         own.extend(self.slots.iter().map(|state| i64::from(state.held.is_some())));
-        let all = shards.agree(&own)?;
-        let ranks: Vec<&[i64]> = all.chunks_exact(own.len()).collect();
+        let ranks = shards.agree(&own)?;
         let most = |column: usize| ranks.iter().map(|of_rank| of_rank[column]).max().unwrap_or_default();
         let weights: Vec<f64> = ranks.iter().map(|of_rank| f64::from_bits(of_rank[0] as u64)).collect();
         if weights.iter().all(|weight| *weight <= 0.0) {

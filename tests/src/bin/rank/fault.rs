@@ -45,7 +45,8 @@ fn pretend_machine(rank: &str) -> anyhow::Result<()> {
     Err(Command::new(std::env::current_exe()?).args(std::env::args_os().skip(1)).env(MACHINE, name).exec())?
 }
 
-fn now_ms() -> u128 {
+/// Milliseconds since 1970.
+pub(crate) fn now_ms() -> u128 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_millis())
 }
 

@@ -5,6 +5,7 @@ mod bits;
 mod checkpoint;
 mod dropout;
 mod fault;
+mod sharded_fault;
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +30,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut options = WorldOptions::from_env()?;
-    options.timeout = Duration::from_secs(if scenario == "bits-kill" { 60 } else { 20 });
+    options.timeout = Duration::from_secs(if scenario == "sharded-fault" { 60 } else { 20 });
     if scenario == "parts" {
         options.engine = match std::env::args().nth(2).as_deref() {
             Some("tcp") => Some(EngineChoice::Tcp),
@@ -51,7 +52,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         "break" => return break_early(&ddp),
         "case" => return run_case(&ddp),
         "bits" => bits::run(&ddp)?,
-        "bits-kill" => return bits::kill(&ddp),
+        "sharded-fault" => return sharded_fault::run(&ddp),
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
         "draws" => dropout::draws(&ddp)?,
