@@ -31,8 +31,11 @@ pub(crate) enum EngineAgreement {
     Host(Option<String>),
 }
 
-/// True if the gradients of a model on `device` are reduced on their device; false if they go through host memory, or
-/// if there are none to reduce. Logs the choice. *Collective*.
+/// True if the gradients of a model on `device` are reduced on their device; false if they go through host memory.
+/// Rank 0 logs the choice. *Collective*.
+///
+/// `reduces` is false in a world of one rank that reduces nothing: then this only checks a demand for NCCL, and is
+/// false.
 ///
 /// # Errors
 ///
@@ -62,7 +65,7 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
             Ok(reduces)
         }
         EngineAgreement::Host(why) if required => {
-            Err(Error::invalid(format!("BURN_DDP_ENGINE=nccl, but {}", why.unwrap_or_default())))
+            Err(Error::invalid(format!("the engine nccl was demanded, but {}", why.unwrap_or_default())))
         }
         EngineAgreement::Host(why) => {
             if ddp.is_main() {

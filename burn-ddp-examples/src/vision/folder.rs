@@ -49,7 +49,10 @@ impl Halves {
             let tests: Vec<_> =
                 ["test", "val"].map(|name| root.join(name)).into_iter().filter(|dir| dir.is_dir()).collect();
             let [test] = tests.as_slice() else {
-                bail!("{} has a folder train, so it has to have one of test and val beside it", root.display())
+                bail!(
+                    "{} has a folder train, so it must also have exactly one of the folders test and val",
+                    root.display()
+                )
             };
             let classes = class_names(&train)?;
             let tested = class_names(test)?;

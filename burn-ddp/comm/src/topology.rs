@@ -76,8 +76,8 @@ impl Machines {
         counts
     }
 
-    /// The subtrees of the tree over `ranks` that are on one machine, each as large as it can be, in order: their
-    /// places, and the machine.
+    /// The reduction tree halves `ranks` again and again. These are its largest subtrees whose ranks are all on one
+    /// machine, from left to right: each as its range of indices in `ranks`, with its machine.
     pub(crate) fn subtrees(&self, ranks: &[usize]) -> Vec<(Range<usize>, usize)> {
         let mut found = Vec::new();
         let mut left_to_cut = Vec::from_iter(Some(0..ranks.len()));

@@ -38,8 +38,8 @@ pub(super) struct HeldSum {
     rank: usize,
 }
 
-/// True if `model`, which has this `schema`, is trained. Copies for evaluation or a moving average are not: they have
-/// no gradients, though they share the taps of the model that is trained.
+/// True if `model`, which has this `schema`, is the one that is being trained: it has a trainable parameter, and its
+/// device records gradients. Copies for evaluation or a moving average have the same taps, but no gradients.
 pub(super) fn is_trained<M: Module>(model: &M, schema: &Schema) -> bool {
     schema.entries.iter().any(|entry| entry.trainable) && model.devices().iter().any(Device::is_autodiff)
 }

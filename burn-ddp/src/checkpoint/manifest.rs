@@ -34,8 +34,9 @@ pub(super) struct Manifest {
     pub(super) models: BTreeMap<String, Vec<Entry>>,
     /// Paths of the parameters whose state the file holds, each with its id in the file; by name of the file.
     pub(super) optimizers: BTreeMap<String, Ids>,
-    /// Micro-batches that the ranks held, by name of the model's file: for each wrapped model in the file, those of
-    /// each rank. An empty list for a trained model if no rank held any; no entry for a copy that is not trained.
+    /// Micro-batches that were accumulated and not reduced yet, by name of the model's file: `held[file][n][rank]` is
+    /// what that rank had of the n-th wrapped model in the file. The list of a file is empty if no rank had any; a copy
+    /// that is not trained has no entry.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) held: BTreeMap<String, Vec<Vec<HeldBatches>>>,
     /// Serde values, by name.

@@ -7,7 +7,6 @@ mod bucket_plan;
 mod buffer_ring;
 mod communication_worker;
 mod device_loan;
-mod held_sums;
 mod memory;
 mod piggyback;
 mod presence_flags;
@@ -15,6 +14,7 @@ mod readback;
 mod reducer;
 mod reducer_settings;
 mod store;
+mod sums_for_checkpoint;
 
 pub use accumulation::GradientReduction;
 pub(crate) use accumulation::{Boundary, Contribution, HeldBatches, MicroBatch, Sum};

@@ -91,8 +91,8 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
     pub(super) sharded: ShardedGradients<B>,
-    /// Leaf of each slot's parameter at its last read, kept until the backward ends. A gradient that is on it before
-    /// the averages are delivered went past the tap.
+    /// Each slot's parameter as it was last read, kept until the backward ends. The tap keeps this rank's gradient off
+    /// such a leaf: one that is there before the averages are delivered came around the tap, which is an error.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
     /// Values that the replica check compares, kept until the backward ends. For a parameter that gets a gradient it is
     /// the value that the gradient belongs to, since a lagging copy of the model may be read, too; for others it is a
@@ -268,7 +268,8 @@ enum Opening {
     Taken,
 }
 
-/// State of a wrapped model while `wrap` looks for its backend. Opaque: made by `wrap`, passed through
+/// Carries what `wrap` knows of a model to the backend of the model's device, which alone can make the state with its
+/// own types of tensors, and carries that state back. Opaque: made by `wrap`, passed through
 /// [`DdpBackend`](crate::backend::DdpBackend).
 #[derive(Clone)]
 pub struct ModelOpening(Arc<Mutex<Opening>>);

@@ -10,11 +10,11 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizatio
 use burn::tensor::{Device, Tensor};
 
 use super::autodiff_nodes::DdpBackend;
+use super::load_save_mappers::{loads, note_read, report_records, saves};
+use super::locally_unused_parameters::Handoff;
 use super::model_walk::{TAP_NAME, note_visit};
-use super::record_mappers::{loads, note_read, report_records, saves};
 use super::tap_bypass::{is_bypassed, is_replacing};
 use super::unused_parameter_averages::Found;
-use super::unused_parameters::Handoff;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
 

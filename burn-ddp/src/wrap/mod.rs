@@ -147,8 +147,9 @@ impl Ddp {
     pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
         if let Some(name) = inspect_model::foreign_reparameterization(&model) {
             return Err(Error::invalid(format!(
-                "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the \
-                 other into the weights (`ddp.save(&model, path)` needs no unwrapping)"
+                "the model carries the reparameterization {name:?} beside burn-ddp's, and Burn removes all of them \
+                 together, which would fold {name:?} into the weights: keep the model wrapped; \
+                 `ddp.save(&model, path)` saves it as it is"
             )));
         }
         intercept::refuse_parts_without_tap(&model).inspect_err(|e| intercept::tell_peers_of_parts(&model, e))?;

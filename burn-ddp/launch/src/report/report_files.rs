@@ -42,8 +42,8 @@ pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
     own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
 }
 
-/// Waits of at least a second, without the one that the cause names. Shorter waits are left out: each rank's own error
-/// explains them.
+/// Lines that say for whom each surviving rank had waited when its world ended: waits of at least a second, except in
+/// the call that the failure's cause names. Shorter ones are left out: each rank's own error explains them.
 pub(crate) fn long_waits(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
     let cause = outcome.failure.as_ref().and_then(|failure| failure.cause.as_deref()).unwrap_or_default();
     let is_news = |report: &&PostMortem| {

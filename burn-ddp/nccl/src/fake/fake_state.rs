@@ -138,7 +138,11 @@ impl State {
                 };
                 let (first, second) = (common(a, b), common(b, a));
                 if let Some(at) = (0..first.len()).find(|at| first[*at] != second[*at]) {
-                    return Some(format!("launch {at} is {:x?} on device {a} and {:x?} on {b}", first[at], second[at]));
+                    return Some(format!(
+                        "devices {a} and {b} launched the same collectives in different orders: number {at} is {:x?} \
+                         (rendezvous, launch) on {a}, and {:x?} on {b}",
+                        first[at], second[at]
+                    ));
                 }
             }
         }

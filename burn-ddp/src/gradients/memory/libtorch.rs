@@ -1,4 +1,4 @@
-//! LibTorch: gradients on the CPU are read where they are; those on other devices, and averages, are copied.
+//! LibTorch: contiguous gradients on the CPU are read where they are; all others, and averages, are copied.
 #![allow(unsafe_code)]
 
 use burn::backend::LibTorch;

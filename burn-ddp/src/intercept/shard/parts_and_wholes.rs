@@ -8,8 +8,8 @@ use burn::tensor::{Tensor, TensorData};
 
 use super::shard_group::Purpose;
 use crate::intercept::backward_failure::tell_peers;
+use crate::intercept::load_save_mappers::why_part;
 use crate::intercept::model_walk::{AtTap, find, walk};
-use crate::intercept::record_mappers::why_part;
 use crate::intercept::tap_bypass::bypass;
 use crate::intercept::wrapped_model::TapHandle;
 use crate::model::schema::unreadable;

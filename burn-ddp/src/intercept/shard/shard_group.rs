@@ -179,8 +179,8 @@ impl ShardGroup {
         if part.len() != expected {
             let path = &self.slots[slot].path;
             return Err(self.fault(format!(
-                "this rank's part of {path} has {} bytes, but `wrap` gave it {expected}: the parameter was replaced, \
-                or another optimizer's state was applied to it",
+                "this rank's part of {path} has {} bytes, but {expected} since `wrap`: the parameter was replaced, \
+                for example by a record, or an optimizer's step changed its shape",
                 part.len()
             )));
         }

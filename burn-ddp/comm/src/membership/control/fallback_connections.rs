@@ -185,7 +185,8 @@ fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, pe
         membership.ended_unheard(peer);
         return Outcome::Answered;
     }
-    tracing::debug!(rank = shared.rank, peer, %cause, "no connection to a peer that is cut off");
+    let what = "no fallback connection by this attempt (a living peer refuses mere probes); more follow";
+    tracing::debug!(rank = shared.rank, peer, %cause, "{what}");
     match cause {
         Undialled::Refused(_) => Outcome::Answered,
         Undialled::Unconnected(e) if is_silence(&e) => Outcome::Silent(e.to_string()),
