@@ -15,7 +15,7 @@ pub(crate) fn read<const D: usize, K: Basic>(ddp: &Ddp, tensor: Tensor<D, K>) ->
     if D == 0 {
         return Err(Error::invalid("collectives take tensors of one dimension or more"));
     }
-    let unreadable = |e| Error::invalid(format!("reading the tensor from its device failed: {e}"));
+    let unreadable = |e| Error::Unreadable { reason: format!("reading the tensor from its device failed: {e}") };
     with_dtype(data_of(tensor).map_err(unreadable).inspect_err(|e| tell_peers(ddp, e))?)
 }
 

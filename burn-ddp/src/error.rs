@@ -34,6 +34,13 @@ pub enum Error {
         /// The problem, and what to do.
         reason: String,
     },
+    /// A value cannot be read from this rank's device. The other ranks, which wait for it, get this as an error of this
+    /// rank.
+    #[error("{reason}")]
+    Unreadable {
+        /// The value, and the error of the device.
+        reason: String,
+    },
     /// The ranks hold models with different parameters or buffers.
     #[error("the ranks do not hold the same model: {difference}")]
     ModelsDiffer {
@@ -95,7 +102,7 @@ pub enum Error {
         /// Exit code for a launcher: the code of the rank that failed first, 128 + signal if a signal killed it or
         /// stopped the job.
         exit_code: i32,
-        /// The rank that failed first; `None` if a signal or a lost machine ended the job.
+        /// The rank that failed first; `None` if no rank failed by itself: a signal or a lost machine ended the job.
         rank: Option<usize>,
         /// The rank that failed first and how, or the signal that stopped the job.
         report: String,
@@ -152,6 +159,7 @@ impl Error {
             | Error::Sharding { rank, .. }
             | Error::Rank { rank, .. } => Some(*rank),
             Error::ReplicasDiffer { ranks, .. } => ranks.first().copied(),
+            Error::Unreadable { .. } => None,
         }
     }
 
@@ -184,7 +192,8 @@ impl Error {
             Error::Comm(error) => error.group_usable(),
             Error::Data(error) => error.job_usable(),
             Error::Invalid { .. } | Error::ModelsDiffer { .. } | Error::File { .. } => true,
-            Error::ReplicasDiffer { .. }
+            Error::Unreadable { .. }
+            | Error::ReplicasDiffer { .. }
             | Error::Backward { .. }
             | Error::Sharding { .. }
             | Error::Launch(_)
@@ -244,6 +253,7 @@ mod tests {
             (DataError::EmptyDataset.into(), None, true),
             (Error::invalid("a reason"), None, true),
             (Error::Invalid { rank: Some(1), reason: reason() }, Some(1), true),
+            (Error::Unreadable { reason: reason() }, None, false),
             (Error::ModelsDiffer { rank: 5, difference: reason() }, Some(5), true),
             (Error::File { rank: Some(0), path, kind, reason: reason() }, Some(0), true),
             (Error::file("a reason"), None, true),

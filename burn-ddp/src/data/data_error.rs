@@ -218,14 +218,15 @@ impl DataError {
         }
     }
 
-    /// As [`crate::Error::job_usable`]: true for errors of `build` and of a stream, which all ranks get in the same
-    /// call, and for a batch that the ranks can agree to skip.
+    /// As [`crate::Error::job_usable`]: false for the error of a batch, for which the other ranks wait.
     pub(crate) fn job_usable(&self) -> bool {
         match self {
             DataError::Comm(error) => error.group_usable(),
-            // The epoch ends on this rank alone.
-            DataError::WorkerNotStarted { .. } | DataError::WorkerStalled { .. } | DataError::EmptyPart { .. } => false,
-            _ => true,
+            DataError::WorkerNotStarted { .. }
+            | DataError::WorkerStalled { .. }
+            | DataError::EmptyPart { .. }
+            | DataError::StreamFailed { .. } => false,
+            other => !other.is_skippable(),
         }
     }
 

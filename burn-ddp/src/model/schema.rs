@@ -198,7 +198,7 @@ impl<W: Fn(usize) -> bool> Reader<W> {
 
 /// The error of a value that cannot be read.
 pub(crate) fn unreadable(path: &str, e: &str) -> Error {
-    Error::invalid(format!("reading {path} from its device failed: {e}"))
+    Error::Unreadable { reason: format!("reading {path} from its device failed: {e}") }
 }
 
 impl<W: Fn(usize) -> bool> ModuleVisitor for Reader<W> {

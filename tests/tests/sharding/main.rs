@@ -235,9 +235,9 @@ fn errors(what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Ve
     errors_of(2, what)
 }
 
-/// Time from a fault of one rank until all ranks have an error: 5 s, and 10 s more for a busy machine. The deadline of
+/// Time from a fault of one rank until all ranks have an error: 5 s, and 20 s more for a busy machine. The deadline of
 /// a call is 60 s.
-const FAULT_HEARD: Duration = Duration::from_secs(5 + 10);
+const FAULT_HEARD: Duration = Duration::from_secs(5 + 20);
 
 fn errors_of(world: usize, what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
     let errors = Ddp::spawn(world, |ddp| {

@@ -38,7 +38,8 @@ impl Membership {
 
     /// Messages with all that this rank knows of `rank`, for ranks that may have missed the originals.
     pub(crate) fn known_of(&self, rank: usize) -> Vec<ControlMessage> {
-        let news = match self.check() {
+        // Not `check`: a cause that is being sent was not sent to a rank that connects just now.
+        let news = match self.cause() {
             Err(cause) => vec![ControlMessage::Fail { cause: self.for_others(cause) }],
             Ok(()) => {
                 let stops = lock(&self.shared.state).tracks.stops_of(rank);
@@ -60,6 +61,8 @@ impl Membership {
     /// Leaves the world.
     pub(crate) fn goodbye(&self) {
         self.announce_stops();
+        // A cause that is being sent goes first: nothing is sent after the goodbye.
+        drop(lock(&self.shared.ending));
         self.mark_left(self.rank);
         self.send_all(&ControlMessage::Goodbye);
     }
@@ -67,13 +70,8 @@ impl Membership {
     /// See [`World::advance`](crate::World::advance).
     pub(crate) fn advance(&self, track: Track, at: Progress) -> Result<()> {
         self.announce_stops();
-        let conflict = {
-            let mut state = lock(&self.shared.state);
-            if let Some(cause) = &state.cause {
-                return Err(cause.clone());
-            }
-            state.tracks.advance(self.rank, track, at, &self.shared.peers)
-        };
+        self.check()?;
+        let conflict = lock(&self.shared.state).tracks.advance(self.rank, track, at, &self.shared.peers);
         conflict.into_iter().for_each(|cause| self.fail(cause));
         self.check()
     }

@@ -1,5 +1,6 @@
 //! The end of a world by a failure: its first cause is kept, sent to all ranks, and returned by every later call.
 
+use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
 use super::{ControlMessage, Membership};
@@ -10,7 +11,7 @@ use crate::post_mortem::{self, Event};
 
 impl Membership {
     /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if the
-    /// world has ended already. Never blocks.
+    /// world has ended already. Waits for no peer.
     pub fn fail(&self, cause: Error) {
         self.end(cause, false);
     }
@@ -59,10 +60,11 @@ impl Membership {
     /// Ends the world with `cause`, which another rank has sent if `heard`.
     ///
     /// Each rank sends the cause to all its neighbours, and only then do its calls return it. So if its program exits
-    /// at once with this error, the ranks that meet the end of its connections do not take it for the cause.
+    /// at once with this error, the neighbours, which meet the end of its control connections, do not take it for the
+    /// cause.
     pub(super) fn end(&self, cause: Error, heard: bool) {
         let cause = cause.root_cause();
-        let sending = lock(&self.shared.ending);
+        let ended = Ended { membership: self, _sending: lock(&self.shared.ending) };
         {
             let mut state = lock(&self.shared.state);
             if state.cause.is_some() {
@@ -70,6 +72,7 @@ impl Membership {
             }
             state.cause = Some(cause.clone());
         }
+        let text = cause.to_string();
         // If this rank has left in peace, and another thread is in a call, that call returns the cause and reports it.
         let reports = !heard || !self.has_left(self.rank);
         if reports {
@@ -77,15 +80,15 @@ impl Membership {
             self.append_event(&Event::Failed {
                 rank: self.rank,
                 culprit: cause.culprit().or_else(|| cause.is_of_this_process().then_some(self.rank)),
-                cause: cause.to_string(),
+                cause: text.clone(),
                 at: post_mortem::now_ms(),
             });
-            tracing::error!(rank = self.rank, %cause, "a failure ends the world");
             self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
         }
-        self.shared.ended.store(true, Ordering::Release);
-        drop(sending);
+        drop(ended);
         if reports {
+            // A subscriber of the program's may call this library.
+            tracing::error!(rank = self.rank, cause = text, "a failure ends the world");
             self.report();
         }
         self.wake_all();
@@ -98,6 +101,18 @@ impl Membership {
         }
         let peer = self.shared.peers[self.rank].clone();
         Error::PeerFailed { peer, cause: capped(cause.to_string()), during: None }
+    }
+}
+
+/// Publishes the cause of the end when it is dropped: also if sending panicked.
+struct Ended<'a> {
+    membership: &'a Membership,
+    _sending: MutexGuard<'a, ()>,
+}
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.membership.shared.ended.store(true, Ordering::Release);
     }
 }
 

@@ -16,6 +16,9 @@ const CONTROL: u64 = 1;
 /// Groups over tcp for which a rank should have room: scalars, gradients, metrics, and one of the user's.
 const GROUPS: u64 = 4;
 
+/// Most descriptors for which the table is enlarged beforehand: 8 MiB of it.
+const TABLE_CAP: u64 = 1 << 20;
+
 /// Number of ranks of the largest world in which `limit` descriptors are enough for a process, with a few groups over
 /// tcp.
 pub fn largest_world(limit: u64) -> u64 {
@@ -36,12 +39,12 @@ pub(crate) fn limit() -> Option<u64> {
 /// Makes room for the descriptors of a rank of a world of `world_size` ranks: raises the limit of this process as far
 /// as it may, and has the kernel enlarge the table of descriptors at once.
 ///
-/// Linux doubles that table when it is full. Each time all threads of the process wait until every core has passed
-/// through the scheduler (`synchronize_rcu` in `expand_fdtable`), unless the process has only one thread: with 32 ranks
-/// on two cores these waits took longer than all else in their meeting.
+/// Linux doubles that table when it is full. Each time the threads that open descriptors wait until every core has
+/// passed through the scheduler (`synchronize_rcu` in `expand_fdtable`), unless the process has only one thread: with
+/// 32 ranks on two cores these waits took longer than all else in their meeting.
 pub(crate) fn make_room(world_size: usize) {
     raise_limit();
-    let last = comfortable(world_size).min(limit().unwrap_or(u64::MAX)).saturating_sub(1);
+    let last = comfortable(world_size).min(limit().unwrap_or(u64::MAX)).min(TABLE_CAP).saturating_sub(1);
     // The copy of any descriptor, at the last place.
     let copy = UnixStream::pair().and_then(|(end, _)| {
         let last = i32::try_from(last).unwrap_or(i32::MAX);
@@ -132,6 +135,16 @@ mod tests {
             assert_eq!(largest_world(comfortable(world_size)), world_size as u64);
         }
         assert_eq!(largest_world(0), 1);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_table_of_descriptors_has_room_for_the_world() {
+        make_room(1000);
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let size = status.lines().find_map(|line| line.strip_prefix("FDSize:")).unwrap();
+        let room = comfortable(1000).min(limit().unwrap_or(u64::MAX));
+        assert!(size.trim().parse::<u64>().unwrap() >= room, "{size} for {room}");
     }
 
     #[test]

@@ -418,6 +418,7 @@ impl Supervisor {
             Event::Relayed(relayed) => self.on_output_complete(relayed),
             // A user who sends a signal now does not want to wait for the output.
             Event::Signal(signal) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
+                self.signalled = true;
                 let lost = Some("the rest of the output was dropped at a signal".into());
                 self.on_output_complete(Relayed { tails: Vec::new(), lost });
             }

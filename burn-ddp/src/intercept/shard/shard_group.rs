@@ -206,20 +206,24 @@ impl ShardGroup {
         let (part, rows) = (bytemuck::cast_slice(&numbers), bytemuck::cast_slice_mut(&mut all));
         let tag = Purpose::Agreement.tag(0, 0);
         self.group.all_gather_tagged(DType::I64, part, rows, tag).map_err(|e| self.explain(e))?;
-        let ranks = || all.chunks_exact(numbers.len()).map(|of_rank| of_rank.split_at(own.len()));
-        for (rank, (_, reads)) in ranks().enumerate() {
-            self.compare_reads(rank, &all[own.len()..numbers.len()], reads)?;
-        }
-        Ok(ranks().map(|(numbers, _)| numbers.to_vec()).collect())
+        let (numbers, reads): (Vec<_>, Vec<_>) =
+            all.chunks_exact(numbers.len()).map(|of_rank| of_rank.split_at(own.len())).unzip();
+        self.compare_reads(&reads)?;
+        Ok(numbers.into_iter().map(<[i64]>::to_vec).collect())
     }
 
-    /// Fails if a rank of the group has read a slot in another number than the first one.
-    fn compare_reads(&self, rank: usize, first: &[i64], reads: &[i64]) -> Result<()> {
-        let Some(slot) = (0..reads.len()).find(|slot| reads[*slot] != first[*slot]) else { return Ok(()) };
-        let (first_rank, rank, path) = (self.group.ranks()[0], self.group.ranks()[rank], &self.slots[slot].path);
+    /// Fails if the ranks of the group have read a slot in different numbers. The error is about the last rank of those
+    /// whose number is the rarest.
+    fn compare_reads(&self, reads: &[&[i64]]) -> Result<()> {
+        let differ = |slot: &usize| reads.iter().any(|of_rank| of_rank[*slot] != reads[0][*slot]);
+        let Some(slot) = (0..self.slots.len()).find(differ) else { return Ok(()) };
+        let alike = |nth: &usize| reads.iter().filter(|of_rank| of_rank[slot] == reads[*nth][slot]).count();
+        let odd = (0..reads.len()).rev().min_by_key(alike).unwrap_or_default();
+        let other = (0..reads.len()).find(|nth| reads[*nth][slot] != reads[odd][slot]).unwrap_or_default();
+        let ([rank, another], path) = ([odd, other].map(|nth| self.group.ranks()[nth]), &self.slots[slot].path);
         let reason = format!(
-            "rank {first_rank} has read {path} {} times since the last reduction, but rank {rank} {} times: {IN_STEP}",
-            first[slot], reads[slot]
+            "rank {another} has read {path} {} times since the last reduction, but rank {rank} {} times: {IN_STEP}",
+            reads[other][slot], reads[odd][slot]
         );
         Err(Error::Sharding { rank, reason })
     }

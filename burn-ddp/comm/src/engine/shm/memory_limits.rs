@@ -116,8 +116,8 @@ fn unescaped(path: &str) -> PathBuf {
     path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\").into()
 }
 
-/// Memory that the control group in `directory` has to spare; `None` if it has no limit below `total`. The use of
-/// such a group is not read: the kernel would sum up the pages of all its processes.
+/// Memory that the control group in `directory` has to spare; `None` if it has no limit below `total`. The statistics
+/// of such a group are not read: for each read the kernel adds up the counts of all cores.
 fn spare_of_group(version: Version, directory: &Path, total: u64) -> Option<Spare> {
     let (limits, used, cache) = version.names();
     let read = |name: &str| fs::read_to_string(directory.join(name)).ok();
