@@ -276,10 +276,10 @@ mod tests {
         for (error, rank, job_usable) in [
             (DataError::Comm(peer_failed(3)), Some(3), false),
             (DataError::Comm(refused(Some(1))), Some(1), true),
-            (DataError::StreamFailed { what: what(), rank: 2 }, Some(2), true),
+            (DataError::StreamFailed { what: what(), rank: 2 }, Some(2), false),
             (DataError::NoSuchRank { rank: 9, world: 2 }, None, true),
-            (DataError::Weight { what: what(), reason: "-1".into() }, None, true),
-            (DataError::WorkerPanicked { what: what(), worker: 0, message: "boom".into() }, None, true),
+            (DataError::Weight { what: what(), reason: "-1".into() }, None, false),
+            (DataError::WorkerPanicked { what: what(), worker: 0, message: "boom".into() }, None, false),
             (DataError::WorkerStalled { what: what(), worker: 0, seconds: 600 }, None, false),
             (DataError::EmptyPart { what: what() }, None, false),
             (DataError::WorkerNotStarted { worker: 0, source: Arc::new(io_error) }, None, false),
