@@ -6,6 +6,7 @@ use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
 
 use crate::ddp::Ddp;
 use crate::intercept::tell_peers;
+use crate::model::schema::unreadable;
 use crate::tensor_conversion::{data_of, with_dtype};
 use crate::{Error, Result};
 
@@ -15,8 +16,8 @@ pub(crate) fn read<const D: usize, K: Basic>(ddp: &Ddp, tensor: Tensor<D, K>) ->
     if D == 0 {
         return Err(Error::invalid("collectives take tensors of one dimension or more"));
     }
-    let unreadable = |e| Error::Unreadable { reason: format!("reading the tensor from its device failed: {e}") };
-    with_dtype(data_of(tensor).map_err(unreadable).inspect_err(|e| tell_peers(ddp, e))?)
+    let data = data_of(tensor).map_err(|e| unreadable("the tensor", &e));
+    with_dtype(data.inspect_err(|e| tell_peers(ddp, e))?)
 }
 
 #[track_caller]

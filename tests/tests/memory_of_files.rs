@@ -1,7 +1,7 @@
 //! Memory that saving and loading need, counted by the allocator of this process: the size of a few parameters, not of
 //! the model.
 
-mod counting_allocator;
+mod bytes_in_use;
 
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,7 +11,7 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
 use burn::prelude::*;
 use burn_ddp::prelude::*;
-use counting_allocator::{LIVE, PEAK};
+use bytes_in_use::{LIVE, PEAK};
 
 /// Bytes of one parameter.
 const PARAMETER: usize = 256 * 256 * 4;

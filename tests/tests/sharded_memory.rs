@@ -1,6 +1,7 @@
 //! Memory of sharded training, counted by the allocator. The counters belong to the process, so there is only one test.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+mod counting_allocator;
+
 use std::cell::Cell;
 use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 
@@ -10,6 +11,7 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::prelude::*;
 use burn_ddp::MemoryUse;
 use burn_ddp::prelude::*;
+use counting_allocator::Counting;
 
 /// Bytes that are allocated now.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -28,8 +30,6 @@ thread_local! {
 /// Side of a layer; divisible by all numbers of ranks.
 const WIDTH: usize = 240;
 const WEIGHT_BYTES: usize = 4 * WIDTH * WIDTH;
-
-struct Counting;
 
 fn appears(bytes: usize) {
     LIVE.fetch_add(bytes, Ordering::Relaxed);
@@ -53,30 +53,8 @@ fn goes(bytes: usize) {
     }
 }
 
-// SAFETY: passes every call on to the system's allocator, and counts.
-#[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        appears(layout.size());
-        // SAFETY: the caller's promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        appears(layout.size());
-        // SAFETY: the caller's promises.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        goes(layout.size());
-        // SAFETY: the caller's promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting { appears, goes };
 
 #[derive(Module, Debug)]
 struct Stack {

@@ -5,7 +5,7 @@
 //! anew for each rank.
 #![cfg(target_os = "linux")]
 
-mod counting_allocator;
+mod bytes_in_use;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ use burn_ddp::prelude::*;
 use burn_ddp::{MemoryUse, WorldOptions};
 use burn_ddp_examples::text::gpt::GptConfig;
 use burn_ddp_tests::job;
-use counting_allocator::{LIVE, PEAK};
+use bytes_in_use::{LIVE, PEAK};
 use serde::{Deserialize, Serialize};
 
 const MIB: f64 = (1 << 20) as f64;
@@ -33,7 +33,7 @@ const LARGEST_BYTES: f64 = (4 * 4 * WIDTH * WIDTH) as f64;
 /// Bytes of one rank.
 #[derive(Debug, Serialize, Deserialize)]
 struct Memory {
-    /// Of the whole model's parameters.
+    /// Bytes of the whole model's parameters.
     whole_parameters: usize,
     /// Estimates for the rank.
     parameters: u64,

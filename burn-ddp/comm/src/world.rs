@@ -213,7 +213,7 @@ impl World {
     }
 
     /// Ends the world: every pending and later collective, on every rank and group, returns an error with this rank
-    /// and this cause. Never blocks. If the world has already ended, the first cause stays.
+    /// and this cause. Waits for no peer. If the world has already ended, the first cause stays.
     ///
     /// ```
     /// use burn_ddp_comm::World;

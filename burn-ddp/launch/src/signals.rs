@@ -53,7 +53,7 @@ pub(crate) fn listen(events: Sender<Event>) -> io::Result<Listening> {
     if shared.listeners.is_empty() {
         install(&mut shared)?;
     }
-    Ok(shared.add(events, Vec::new()))
+    Ok(shared.add(events))
 }
 
 impl Listening {
@@ -64,20 +64,19 @@ impl Listening {
 }
 
 impl Shared {
-    fn add(&mut self, events: Sender<Event>, ends: Vec<c_int>) -> Listening {
+    fn add(&mut self, events: Sender<Event>) -> Listening {
         let id = self.next;
         self.next += 1;
-        self.listeners.push(Listener { id, events, ends });
+        self.listeners.push(Listener { id, events, ends: Vec::new() });
         Listening(id)
     }
 
     fn repeat(&mut self, of: u64, events: Sender<Event>) -> Listening {
-        let ends = self.listeners.iter().find(|listener| listener.id == of).map(|of| of.ends.clone());
-        let ends = ends.unwrap_or_default();
-        for signal in &ends {
+        let of = self.listeners.iter().filter(|listener| listener.id == of);
+        for signal in of.flat_map(|listener| &listener.ends) {
             let _ = events.send(Event::Signal(*signal));
         }
-        self.add(events, ends)
+        self.add(events)
     }
 
     fn deliver(&mut self, signal: c_int) {
@@ -255,7 +254,7 @@ mod tests {
         let mut shared = Shared { next: 0, listeners: Vec::new(), saved: Vec::new() };
         let ((launcher, _heard), (watch, heard)) = (channel(), channel());
         // A handle that is dropped would look for its listener in the process's list.
-        let launching = std::mem::ManuallyDrop::new(shared.add(launcher, Vec::new()));
+        let launching = std::mem::ManuallyDrop::new(shared.add(launcher));
         for signal in [libc::SIGWINCH, libc::SIGINT, libc::SIGTERM] {
             shared.deliver(signal);
         }

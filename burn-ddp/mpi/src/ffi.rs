@@ -4,7 +4,7 @@
 //! every buffer until MPI is through with it, and leaks those of requests that never end. Threads take turns: every
 //! call on a communicator or a request holds the lock of `turn`; none of these calls waits.
 //!
-//! What the notes on safety rely on:
+//! The notes on safety rely on this:
 //!
 //! - This crate makes a [`Comm`] only after `lifecycle::begin`: MPI is initialised, for threads that take turns.
 //!   `lifecycle` finalizes MPI at the end of the process, if no transport is in use, and `turn` refuses calls after any

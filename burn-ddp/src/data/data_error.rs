@@ -209,7 +209,7 @@ impl DataError {
         }
     }
 
-    /// As [`crate::Error::rank`].
+    /// The rank to look at first, see [`crate::Error::rank`].
     pub(crate) fn rank(&self) -> Option<usize> {
         match self {
             DataError::Comm(error) => error.rank(),
@@ -218,7 +218,8 @@ impl DataError {
         }
     }
 
-    /// As [`crate::Error::job_usable`]: false for the error of a batch, for which the other ranks wait.
+    /// True if the job can go on, see [`crate::Error::job_usable`]: false for the error of a batch, for which the other
+    /// ranks wait.
     pub(crate) fn job_usable(&self) -> bool {
         match self {
             DataError::Comm(error) => error.group_usable(),

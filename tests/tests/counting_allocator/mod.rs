@@ -1,40 +1,33 @@
-//! The allocator of a test program that counts the bytes in use, and their maximum.
+//! The system's allocator, which tells a test program of each block.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-struct Counting;
-
-/// Bytes in use.
-pub(crate) static LIVE: AtomicUsize = AtomicUsize::new(0);
-/// Most bytes in use since a test has stored a number here.
-pub(crate) static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-fn appears(bytes: usize) {
-    PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+/// Passes every call on to the system's allocator, and each block's size in bytes to these functions.
+pub(crate) struct Counting {
+    /// Called before a block is allocated.
+    pub(crate) appears: fn(usize),
+    /// Called before a block is freed.
+    pub(crate) goes: fn(usize),
 }
 
 // SAFETY: passes every call on to the system's allocator.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        appears(layout.size());
+        (self.appears)(layout.size());
         // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        appears(layout.size());
+        (self.appears)(layout.size());
         // SAFETY: the caller keeps the contract of `alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
+        (self.goes)(layout.size());
         // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
-
-#[global_allocator]
-static COUNTING: Counting = Counting;

@@ -24,7 +24,7 @@ pub(super) struct ChaChaPoly {
 impl Default for ChaChaPoly {
     fn default() -> Self {
         let for_large = DefaultResolver.resolve_cipher(&CipherChoice::ChaChaPoly).expect("snow is built with it");
-        ChaChaPoly { key: key(&[0; 32]), for_large }
+        ChaChaPoly { key: SecretKey::from([0; 32]), for_large }
     }
 }
 
@@ -34,7 +34,7 @@ impl Cipher for ChaChaPoly {
     }
 
     fn set(&mut self, bytes: &[u8; 32]) {
-        self.key = key(bytes);
+        self.key = SecretKey::from(*bytes);
         self.for_large.set(bytes);
     }
 
@@ -54,10 +54,6 @@ impl Cipher for ChaChaPoly {
         ChaCha20Poly1305::open(&self.key, &nonce(number), sealed, Some(also), out).map_err(|_| Error::Decrypt)?;
         Ok(bytes)
     }
-}
-
-fn key(bytes: &[u8; 32]) -> SecretKey {
-    SecretKey::from(*bytes)
 }
 
 /// The nonce of a message, by Noise's specification, section 12.

@@ -87,8 +87,8 @@ pub struct PendingCall {
 
 /// Sends control messages to the other ranks.
 pub trait Outbox: Send + Sync {
-    /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
-    /// lock of [`Membership`](super::Membership) held. Messages of one rank arrive in the order they were sent.
+    /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread. Must not end
+    /// the world: the membership may hold the lock of its end. Messages of one rank arrive in the order they were sent.
     fn send_all(&self, message: &ControlMessage);
 }
 

@@ -30,7 +30,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         }
     });
     if let Err(error) = &result {
-        println!("ERROR {} {}", now_ms(), format!("{error:#}").replace('\n', " "));
+        print_error(&format!("{error:#}"));
     }
     result
 }
@@ -45,8 +45,16 @@ fn pretend_machine(rank: &str) -> anyhow::Result<()> {
     Err(Command::new(std::env::current_exe()?).args(std::env::args_os().skip(1)).env(MACHINE, name).exec())?
 }
 
+pub(crate) fn print_fault() {
+    println!("FAULT {}", now_ms());
+}
+
+pub(crate) fn print_error(text: &str) {
+    println!("ERROR {} {}", now_ms(), text.replace('\n', " "));
+}
+
 /// Milliseconds since 1970.
-pub(crate) fn now_ms() -> u128 {
+fn now_ms() -> u128 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_millis())
 }
 
@@ -75,8 +83,8 @@ fn run(phase: &str, at: &dyn Fn(&str)) -> anyhow::Result<()> {
     anyhow::bail!("nothing happened in phase {phase}")
 }
 
-fn suffer(cause: &str) {
-    println!("FAULT {}", now_ms());
+pub(crate) fn suffer(cause: &str) {
+    print_fault();
     let raise = |signal| kill_process(getpid(), signal).expect("a process may signal itself");
     match cause {
         "kill" => raise(Signal::KILL),

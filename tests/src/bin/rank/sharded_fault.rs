@@ -12,9 +12,8 @@ use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::awkward::panicking_op::{armed, trap};
-use rustix::process::{Signal, getpid, kill_process};
 
-use super::fault::now_ms;
+use super::fault::{print_error, print_fault, suffer};
 
 /// Time after which rank 1 commits its fault while the other ranks, or rank 1 itself, wait in a call.
 const FAULT_AFTER: Duration = Duration::from_millis(300);
@@ -27,13 +26,8 @@ struct Two {
     b: Linear,
 }
 
-fn fault() {
-    println!("FAULT {}", now_ms());
-}
-
 fn die() {
-    fault();
-    kill_process(getpid(), Signal::KILL).unwrap();
+    suffer("kill");
 }
 
 /// Kills this rank once `moment` has returned.
@@ -80,7 +74,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         Ok(done) => done.err().map_or("none".into(), |e| e.to_string()),
         Err(panic) => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
     };
-    println!("ERROR {} {}", now_ms(), error.replace('\n', " "));
+    print_error(&error);
     Ok(())
 }
 
@@ -148,7 +142,7 @@ fn differ(ddp: &Ddp, model: &Two, what: &str, x: Tensor<2>, after: Duration) -> 
     }
     // A rank that is still in the barrier would get the error there.
     thread::sleep(after);
-    fault();
+    print_fault();
     match what {
         "swaps" => drop(model.a.forward(model.b.forward(x))),
         "skips" => drop(ddp.backward(&model.a.forward(x).sum(), model)?),
