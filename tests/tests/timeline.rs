@@ -11,7 +11,6 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Stats, WorldOptions};
-use burn_ddp_examples::mnist::{CnnConfig, MnistBatch};
 use burn_ddp_tests::job::{FreePort, rank, stderr};
 use burn_ddp_tests::{Mlp, rows};
 use serde_json::Value;
@@ -268,45 +267,4 @@ fn a_launcher_puts_together_what_killed_ranks_left() {
     assert_eq!(names, ["trace.json"], "parts are removed");
     let spans = read(&file);
     assert_eq!(spans.iter().filter(|s| s.rank == 0 && s.name.starts_with("step ")).count(), 4);
-}
-
-/// The median time of a step on the slower of two ranks, which are threads and train MNIST's network on 32 items each.
-fn mnist_step(file: Option<&Path>) -> Duration {
-    let train = |ddp: Ddp| {
-        let device = ddp.device()?.autodiff();
-        let mut model = ddp.wrap(CnnConfig::new().init(&device))?;
-        let mut optim = SgdConfig::new().init();
-        let images = rows(0, 32, 28 * 28, 1, DType::F32, &device).reshape([32, 1, 28, 28]);
-        let labels = Tensor::<1, Int>::zeros([32], &device);
-        let mut times = Vec::new();
-        for _ in 0..16 {
-            let start = Instant::now();
-            let loss = model.loss(MnistBatch { images: images.clone(), labels: labels.clone() });
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
-            model = optim.step(1e-3, model, grads);
-            times.push(start.elapsed());
-        }
-        times.sort_unstable();
-        Ok(times[times.len() / 2])
-    };
-    Ddp::spawn_with(2, options(file), train).unwrap().into_iter().max().unwrap()
-}
-
-#[test]
-#[ignore = "a measurement"]
-fn what_recording_costs() {
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("trace.json");
-    let mut rounds: Vec<[f64; 2]> =
-        (0..5).map(|_| [None, Some(file.as_path())].map(|file| mnist_step(file).as_secs_f64() * 1e3)).collect();
-    let mut median = |key: fn(&[f64; 2]) -> f64| {
-        rounds.sort_by(|a, b| key(a).total_cmp(&key(b)));
-        key(&rounds[rounds.len() / 2])
-    };
-    println!(
-        "a step takes {:.3} ms, recorded {:.3} ms; median of the rounds' ratios {:.4}",
-        median(|r| r[0]),
-        median(|r| r[1]),
-        median(|r| r[1] / r[0])
-    );
 }

@@ -209,7 +209,7 @@ impl World {
     /// # Errors
     /// The root cause that ended the world, which every collective returns from then on.
     pub fn check(&self) -> Result<()> {
-        self.member.seat.membership.check()
+        self.member.seat.membership.check().map_err(|error| self.member.with_purposes(error))
     }
 
     /// Ends the world: every pending and later collective, on every rank and group, returns an error with this rank

@@ -108,9 +108,23 @@ impl Member {
         }
         membership.announce_stops();
         log.begin(call);
-        let result = membership.check().and_then(|()| body()).map_err(|error| membership.conclude(error, call));
+        let result = membership.check().and_then(|()| body());
+        let result = result.map_err(|error| self.with_purposes(membership.conclude(error, call)));
         log.end(call, result.is_ok());
         result
+    }
+
+    /// The error with the purposes of the calls in it, as far as the groups of this rank know them.
+    #[cold]
+    pub(crate) fn with_purposes(&self, mut error: Error) -> Error {
+        if let Error::Deadlock { calls } = &mut error {
+            let groups: Vec<_> = lock(&self.groups).iter().filter_map(Weak::upgrade).collect();
+            for stuck in calls {
+                let group = groups.iter().find(|group| group.id == stuck.call.group);
+                stuck.purpose = group.and_then(|group| group.purpose(stuck.call.tag));
+            }
+        }
+        error
     }
 
     /// Ends the world if this thread panics.

@@ -103,6 +103,9 @@ fn on_worker<R: Send>(submit: impl FnOnce(&dyn Fn() -> Result<f32>) -> R, group:
 #[test]
 fn a_scalar_of_one_rank_meets_gradients_of_the_others() {
     let worlds = run(3, |rank, groups| {
+        groups.scalars.explain_tags(|tag| Some(format!("sums scalar {tag}")));
+        groups.scalars.explain_tags(|_| Some("does not count, since it comes second".to_owned()));
+        groups.model.explain_tags(|_| Some("averages a gradient".to_owned()));
         let begin = Instant::now();
         let result = on_worker(
             |reduce| {
@@ -124,7 +127,9 @@ fn a_scalar_of_one_rank_meets_gradients_of_the_others() {
         assert!(calls[0].ranks == [0] && [&[1][..], &[1, 2]].contains(&&calls[0].missing[..]), "{text}");
         assert_eq!((&calls[1].ranks, &calls[1].missing), (&vec![1, 2], &vec![0]), "{text}");
         assert_eq!((error.rank(), text.matches(file!()).count()), (Some(0), 2), "{text}");
-        assert!(text.contains("all_reduce #0 of group 1") && text.contains("all_reduce #1 of group 2"), "{text}");
+        let said = "rank 0 sums scalar 0 and is in all_reduce #0 of group 1";
+        let others = "each of ranks 1 and 2 averages a gradient and is in all_reduce #1 of group 2";
+        assert!(text.contains(said) && text.contains(others), "{text}");
         assert!(after < SOON, "{after:?}");
     }
 }

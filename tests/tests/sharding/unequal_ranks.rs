@@ -35,10 +35,10 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     });
     let reads = "rank 0 reads query.weight without a gradient (evaluation)";
     // A rank that waits late may be missing in the deadlock that is reported.
-    let waits = ["each of ranks 1, 2 is in barrier", " rank 1 is in barrier", " rank 2 is in barrier"];
-    assert!(alone[0].contains(reads) && waits.iter().any(|waits| alone[0].contains(waits)), "{}", alone[0]);
-    for error in &alone[1..] {
-        assert!(error.contains("rank 0 is in all_gather") && error.contains("of the model wrapped at"), "{error}");
+    let waits = ["ranks 1 and 2 are in barrier", "rank 1 is in barrier", "rank 2 is in barrier"];
+    for error in &alone {
+        assert!(error.contains(reads) && waits.iter().any(|waits| error.contains(waits)), "{error}");
+        assert!(error.contains("and is in all_gather") && error.contains("of the model wrapped at"), "{error}");
     }
     let uses = errors(|ddp, model, device| {
         let x = Tensor::<3>::ones([1, 2, 6], device);

@@ -8,9 +8,12 @@ use crate::call::Call;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result};
 
-/// Most bytes, of all ranks together, that a reduction moves in one exchange: each rank sends its whole buffer to each
-/// other and reduces all. Half the latency, more bytes, the same bits.
-const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
+/// True if `ranks` buffers of `bytes` are so small that each is sent whole to every rank that needs a part of it: in
+/// one exchange instead of several, with more bytes in all and the same bits.
+pub(super) fn fit_one_exchange(bytes: usize, ranks: usize) -> bool {
+    const MOST_BYTES: usize = 64 * 1024;
+    bytes.saturating_mul(ranks) <= MOST_BYTES
+}
 
 /// An [`Engine`] over a [`Transport`].
 #[derive(Debug)]
@@ -40,7 +43,8 @@ impl<T: Transport> HostEngine<T> {
     }
 
     fn reduce_all(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
-        if buf.len().saturating_mul(self.transport.world_size()) <= ONE_EXCHANGE_MAX_BYTES {
+        if fit_one_exchange(buf.len(), self.transport.world_size()) {
+            // Each rank reduces all.
             let whole: &[u8] = buf;
             let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, payload: whole }).collect();
             let weights = self.collect(call, &sends, buf.len())?;
@@ -233,7 +237,7 @@ impl<T: Transport> Engine for HostEngine<T> {
     }
 
     fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        if buf.len().saturating_mul(self.transport.world_size()) <= ONE_EXCHANGE_MAX_BYTES {
+        if fit_one_exchange(buf.len(), self.transport.world_size()) {
             return self.reduce_whole(call, dtype, buf, op, root);
         }
         self.reduce_sliced(call, dtype, buf, op, root)

@@ -1,7 +1,7 @@
 //! The path of every call of a group: it waits for its turn, is recorded, and goes to the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,8 @@ pub(crate) struct CallPath {
     log: Arc<Log>,
     /// True if the timeline shows the group's calls.
     shown: AtomicBool,
+    /// See [`ProcessGroup::explain_tags`](super::ProcessGroup::explain_tags).
+    pub(super) purpose_of_tag: OnceLock<Box<PurposeOfTag>>,
     /// Time that the group's calls have taken so far, in ticks. Written by the thread whose turn it is.
     ticks_in_calls: AtomicU64,
     /// Locked for the whole of a call, so that the next call waits.
@@ -46,6 +48,9 @@ struct Turn {
     /// By group rank, the number of the next call with that rank alone. Empty until the first such call.
     pair_sequences: Vec<u64>,
 }
+
+/// What ranks do by a group's call with this tag; `None` if that is unknown.
+type PurposeOfTag = dyn Fn(u64) -> Option<String> + Send + Sync;
 
 /// Sending half of a call between two ranks: the peer's group rank, and the bytes.
 pub(crate) type Outbound<'a> = (usize, &'a [u8]);
@@ -64,8 +69,18 @@ impl CallPath {
         let (id, members, name) = (call.info.group, call.members.clone(), engine.name());
         let turn = Mutex::new(Turn { engine, call, sequence: 0, pair_sequences: Vec::new() });
         let (shown, ticks_in_calls) = (AtomicBool::new(true), AtomicU64::new(0));
-        let path = CallPath { member, id, rank, members, engine: name, log, shown, ticks_in_calls, turn };
-        let path = Arc::new(path);
+        let path = Arc::new(CallPath {
+            member,
+            id,
+            rank,
+            members,
+            engine: name,
+            log,
+            shown,
+            purpose_of_tag: OnceLock::new(),
+            ticks_in_calls,
+            turn,
+        });
         path.member.opened(&path);
         path
     }
@@ -73,6 +88,11 @@ impl CallPath {
     /// Hides the group's calls from the timeline.
     pub(crate) fn hide(&self) {
         self.shown.store(false, Ordering::Relaxed);
+    }
+
+    /// Purpose of the group's call with this tag, if known.
+    pub(crate) fn purpose(&self, tag: u64) -> Option<String> {
+        self.purpose_of_tag.get().and_then(|purpose_of| purpose_of(tag))
     }
 
     pub(crate) fn time_in_calls(&self) -> Duration {

@@ -142,6 +142,25 @@ impl ProcessGroup {
         self.calls.hide();
     }
 
+    /// Lets errors about deadlocks say what the calls of this group are for, to users who do not see these calls:
+    /// `purpose` returns it for a call's tag, as the rest of a sentence that begins with a rank (`reads a.weight`), or
+    /// `None`. On each rank it is this rank's `purpose` that counts, whichever call returns the error.
+    ///
+    /// `purpose` must take any number, also 0 and the engine's own tags, and make no calls. Only the first one of a
+    /// group counts.
+    ///
+    /// ```
+    /// # use burn_ddp_comm::{World, WorldOptions};
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// let names = ["a.weight", "b.weight"];
+    /// group.explain_tags(move |tag| names.get(tag as usize).map(|name| format!("reads {name}")));
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    pub fn explain_tags(&self, purpose: impl Fn(u64) -> Option<String> + Send + Sync + 'static) {
+        // A second one is ignored.
+        let _ = self.calls.purpose_of_tag.set(Box::new(purpose));
+    }
+
     /// Deadline of a call, see [`WorldOptions::timeout`](crate::WorldOptions::timeout).
     pub fn timeout(&self) -> Duration {
         self.calls.member.seat.membership.options().timeout

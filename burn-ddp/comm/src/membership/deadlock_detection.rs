@@ -156,7 +156,12 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
         let UnderWay { ranks, call, .. } = &calls[key];
         let next = next(*key);
         let missing = stuck[key].iter().filter(|(_, calls)| calls.first().copied() == next).map(|(rank, _)| *rank);
-        StuckCall { ranks: ranks.iter().copied().collect(), call: (*call).clone(), missing: missing.collect() }
+        StuckCall {
+            ranks: ranks.iter().copied().collect(),
+            call: (*call).clone(),
+            purpose: None,
+            missing: missing.collect(),
+        }
     });
     let described = described.collect();
     Some((keys, described))

@@ -14,14 +14,22 @@ pub struct StuckCall {
     pub ranks: Vec<usize>,
     /// The call, as the first of these ranks made it.
     pub call: CallInfo,
+    /// What the call is for, such as `reads a.weight`, if this rank knows it; see
+    /// [`ProcessGroup::explain_tags`](crate::ProcessGroup::explain_tags). Not sent to other ranks.
+    #[serde(skip)]
+    pub purpose: Option<String>,
     /// Awaited ranks that are blocked in the next call of the deadlock.
     pub missing: Vec<usize>,
 }
 
 impl fmt::Display for StuckCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let are = if self.ranks.len() == 1 { "is" } else { "are" };
         let (ranks, missing) = (list_ranks(&self.ranks), list_ranks(&self.missing));
-        write!(f, "{ranks} {are} in {}, which waits for {missing}", self.call)
+        let (each, are) = if self.ranks.len() == 1 { ("", "is") } else { ("each of ", "are") };
+        match &self.purpose {
+            Some(purpose) => write!(f, "{each}{ranks} {purpose} and is")?,
+            None => write!(f, "{ranks} {are}")?,
+        }
+        write!(f, " in {}, which waits for {missing}", self.call)
     }
 }

@@ -239,23 +239,4 @@ mod tests {
         let times: Vec<f64> = dir.events().iter().map(|e| e["ts"].as_f64().unwrap()).collect();
         assert_eq!(times, [1.001, 3.501]);
     }
-
-    #[test]
-    #[ignore = "a measurement"]
-    fn what_a_span_costs() {
-        const COUNT: u32 = 100_000;
-        let dir = Dir::new();
-        let one = start(&dir.file(), 0, COUNT as usize);
-        let facts = [("bytes", Fact::Number(1 << 20)), ("step", Fact::Number(1234))];
-        let mut times: Vec<Duration> = (0..COUNT)
-            .map(|nth| {
-                let begin = Instant::now();
-                one.span("model 2: communication", format_args!("bucket {nth}"), begin..Instant::now(), &facts);
-                begin.elapsed()
-            })
-            .collect();
-        let mean = times.iter().sum::<Duration>() / COUNT;
-        times.sort_unstable();
-        println!("median {:?}, mean with writing {mean:?}", times[times.len() / 2]);
-    }
 }

@@ -8,7 +8,6 @@ use burn::tensor::Bytes;
 use burn_ddp_comm::{CallInfo, DType, Error as CommError, PartReduction, ProcessGroup, ReduceOp, RowDivision};
 
 use super::gather_cache::GatherCache;
-use crate::agreement::list_ranks;
 use crate::gradients::Slot;
 use crate::telemetry::step_meter::Meter;
 use crate::{Error, Result};
@@ -107,6 +106,8 @@ pub(crate) struct ShardGroup {
 impl ShardGroup {
     pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>, meter: Meter) -> Self {
         group.hide_from_timeline();
+        let of_tags = slots.clone();
+        group.explain_tags(move |tag| Some(spoken(tag, &of_tags)));
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
         let held = Mutex::new(GatherCache::new(sharded));
         let reads_to_compare = slots.iter().map(|_| AtomicUsize::new(0)).collect();
@@ -260,29 +261,23 @@ impl ShardGroup {
 
     /// The error of a collective, with parameters named where ranks made different calls.
     fn explain(&self, error: CommError) -> Error {
-        let calls: Vec<(Vec<usize>, &CallInfo)> = match &error {
-            CommError::Mismatch { first, second } => {
-                [first, second].into_iter().map(|call| (vec![call.rank], &call.call)).collect()
+        let is_ours = |call: &CallInfo| call.group == self.group.id();
+        let calls: Vec<(usize, &CallInfo)> = match &error {
+            CommError::Mismatch { first, second } => vec![(first.rank, &first.call), (second.rank, &second.call)],
+            CommError::Timeout { reporter, call, .. } => vec![(*reporter, call)],
+            // The text of a deadlock contains what the ranks do: ranks in calls of other groups get it, too.
+            CommError::Deadlock { calls } if calls.iter().any(|stuck| is_ours(&stuck.call)) => {
+                let rank = error.rank().unwrap_or_else(|| self.rank());
+                return Error::Sharding { rank, reason: format!("{error}; {IN_STEP}") };
             }
-            CommError::Deadlock { calls } => calls.iter().map(|stuck| (stuck.ranks.clone(), &stuck.call)).collect(),
-            CommError::Timeout { reporter, call, .. } => vec![(vec![*reporter], call)],
             _ => Vec::new(),
         };
-        if !calls.iter().any(|(_, call)| call.group == self.group.id()) {
+        let Some(rank) = calls.iter().filter(|(_, call)| is_ours(call)).map(|(rank, _)| *rank).min() else {
             return error.into();
-        }
-        let say = |(ranks, call): &(Vec<usize>, &CallInfo)| {
-            let each = if ranks.len() > 1 { "each of " } else { "" };
-            let does = match call.group == self.group.id() {
-                true => spoken(call.tag, &self.slots),
-                false => format!("is in {}", call.operation()),
-            };
-            format!("{each}{} {does}", list_ranks(ranks))
         };
+        let say = |(rank, call): &(usize, &CallInfo)| format!("rank {rank} {}", spoken(call.tag, &self.slots));
         let does: Vec<String> = calls.iter().map(say).collect();
-        let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();
-        let reason = format!("{}: {IN_STEP} ({error})", does.join(", but "));
-        Error::Sharding { rank, reason }
+        Error::Sharding { rank, reason: format!("{}: {IN_STEP} ({error})", does.join(", but ")) }
     }
 }
 

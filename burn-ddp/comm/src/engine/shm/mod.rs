@@ -2,8 +2,9 @@
 //!
 //! The calls of a group go through one [segment](segment). In it each rank has a [cell](rank_cell), where it publishes
 //! its current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a core for
-//! every rank, then sleeps until the rank that it waits for rings its [doorbell](doorbell). Large messages go through
-//! [slots](slot_reductions) that stay in the caches; [shared buffers](in_place_buffer) are reduced where they are.
+//! every rank, or yields its core; then it sleeps until the rank that it waits for rings its [doorbell](doorbell).
+//! Large messages go through [slots](slot_reductions) that stay in the caches; [shared buffers](in_place_buffer) are
+//! reduced where they are.
 //! `README.md` beside the parts describes the protocol.
 
 mod atomics;

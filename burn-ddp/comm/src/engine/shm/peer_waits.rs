@@ -1,6 +1,7 @@
-//! Waits for what peers publish in their cells, spinning first, then asleep; and one rank's view of its group's
-//! segment.
+//! Waits for what peers publish in their cells, spinning or yielding first, then asleep; and one rank's view of its
+//! group's segment.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -21,8 +22,16 @@ const FIRST_LOOKS: u32 = 300;
 const SPIN: Duration = Duration::from_micros(100);
 /// Looks for the awaited sign between two looks at the clock.
 const LOOKS: u32 = 32;
-/// Times to yield before sleeping, where ranks share cores.
+/// Times to yield before sleeping, where a missing peer may need this rank's core.
 const YIELDS: u32 = 8;
+/// Where there is a core for every rank, one in this many long waits sleeps at once if a peer shares this rank's core:
+/// the kernel mainly looks for an idle core when it wakes a thread.
+const SLEEP_EVERY: u32 = 64;
+/// Number of long waits that sleep at once after a yield that took long: then the core went to another thread, for as
+/// much as a time slice.
+const SLEEPS_AFTER_SLOW_YIELD: u32 = 1024;
+/// A yield to a peer that has little to do is shorter.
+const SLOW_YIELD: Duration = Duration::from_micros(100);
 /// Time after a peer closed its side of the group within which the control connections may still report why.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -59,6 +68,10 @@ pub(super) struct Board {
     membership: Arc<Membership>,
     /// True if there is a core for every rank of this machine.
     spins: bool,
+    /// Number of waits that took long.
+    long_waits: AtomicU32,
+    /// Number of the first of them that may yield on a core of its own again.
+    yields_from: AtomicU32,
     /// Registered with the membership for as long as the board lives.
     _alarm: Arc<Alarm>,
 }
@@ -83,7 +96,8 @@ impl Board {
         let weak: Weak<dyn Wake> = Arc::downgrade(&alarm) as Weak<dyn Wake>;
         membership.add_waker(weak);
         let peers = (0..size).filter(|peer| *peer != rank).collect();
-        Board { segment, layout, rank, size, peers, membership, spins, _alarm: alarm }
+        let (long_waits, yields_from) = Default::default();
+        Board { segment, layout, rank, size, peers, membership, spins, long_waits, yields_from, _alarm: alarm }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -167,23 +181,41 @@ impl Board {
             closed: Default::default(),
         };
         let spin_end = Instant::now() + SPIN;
-        let mut yields = 0;
+        let mut yields = if self.may_yield() { YIELDS } else { 0 };
         while wait.look(sign)? {
-            if self.spins && Instant::now() < spin_end && !self.shares_core(&wait.missing) {
+            let core_of_its_own = self.spins && !self.shares_core(&wait.missing);
+            if core_of_its_own && Instant::now() < spin_end {
                 for _ in 0..LOOKS {
                     std::hint::spin_loop();
                     if wait.missing.iter().all(|peer| sign.is_there(*peer)) {
                         break;
                     }
                 }
-            } else if !self.spins && yields < YIELDS {
-                yields += 1;
-                rustix::thread::sched_yield();
+            } else if !core_of_its_own && yields > 0 {
+                yields = if self.yield_core() { yields - 1 } else { 0 };
             } else {
                 wait.sleep(sign)?;
             }
         }
         Ok(())
+    }
+
+    /// True if a long wait that begins now may yield.
+    fn may_yield(&self) -> bool {
+        let nth = self.long_waits.fetch_add(1, Ordering::Relaxed);
+        !self.spins || nth % SLEEP_EVERY != 0 && nth >= self.yields_from.load(Ordering::Relaxed)
+    }
+
+    /// Yields; false if this took so long that it should not be done again.
+    fn yield_core(&self) -> bool {
+        let began = Instant::now();
+        rustix::thread::sched_yield();
+        let quick = !self.spins || began.elapsed() < SLOW_YIELD;
+        if !quick {
+            let next = self.long_waits.load(Ordering::Relaxed).saturating_add(SLEEPS_AFTER_SLOW_YIELD);
+            self.yields_from.store(next, Ordering::Relaxed);
+        }
+        quick
     }
 
     /// The error for a call of `peer` that differs from this rank's `call`. Both ranks show each other their header.

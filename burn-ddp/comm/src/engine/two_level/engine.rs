@@ -5,16 +5,13 @@ use std::thread;
 
 use super::NAME;
 use super::between_machines::{Wire, floats};
+use super::schedule::{BroadcastSchedule, ReductionSchedule};
 use crate::call::{Call, Members};
 use crate::engine::shm::{Parts, ShmEngine};
 use crate::engine::{Engine, Incoming, Outgoing, checked_weights};
 use crate::membership::Membership;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
-
-/// Most bytes, of all ranks together, for which the first rank of each machine sends all its machine's buffers to those
-/// of the others: fewer exchanges, more bytes, the same bits.
-const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
 
 /// Bytes of a broadcast that a machine passes on while it receives the next.
 const CHAIN_BYTES: usize = 1 << 20;
@@ -57,10 +54,6 @@ impl TwoLevelEngine {
         self.wire.machines.rank_count()
     }
 
-    fn is_small(&self, len: usize) -> bool {
-        len.saturating_mul(self.size()) <= ONE_EXCHANGE_MAX_BYTES
-    }
-
     /// Compares the calls of all ranks: first inside the machines, then between their leaders. The other ranks hear of
     /// other machines with the next exchange inside their machine.
     fn meet(&mut self, call: &Call) -> Result<()> {
@@ -73,7 +66,7 @@ impl TwoLevelEngine {
     }
 
     fn reduce_all(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
-        if self.is_small(buf.len()) {
+        if ReductionSchedule::choose(&self.wire.machines, buf.len()) == ReductionSchedule::OneExchange {
             return self.reduce_small(call, dtype, buf, op);
         }
         let (inside, wire) = (self.inside(call, REDUCTION), &mut self.wire);
@@ -245,10 +238,9 @@ impl Engine for TwoLevelEngine {
         }
         if self.leads() {
             let leaders = self.wire.leaders();
-            let is_direct = leaders.len() == 2 || buf.len().saturating_mul(leaders.len() - 1) <= ONE_EXCHANGE_MAX_BYTES;
             let wire_call = call.at_stage(FIRST);
             let mut places: Vec<&mut [u8]> = leaders.iter().map(|_| &mut [][..]).collect();
-            if !is_direct {
+            if BroadcastSchedule::choose(&self.wire.machines, buf.len()) == BroadcastSchedule::Chain {
                 self.wire.meet(&wire_call, &leaders)?;
                 self.pass_on(call, &leaders, root, buf)?;
             } else if is_from_here {
@@ -427,7 +419,7 @@ impl Engine for TwoLevelEngine {
         op: Option<ReduceOp>,
     ) -> Result<SharedView> {
         let len = buffer.len_bytes();
-        if self.is_small(len) {
+        if ReductionSchedule::choose(&self.wire.machines, len) == ReductionSchedule::OneExchange {
             self.reduce_small(call, dtype, buffer.bytes_mut(), op)?;
             return Ok(buffer.view());
         }

@@ -3,9 +3,50 @@
 
 use std::ops::Range;
 
+use crate::engine::host_engine::fit_one_exchange;
 use crate::engine::shm::part;
 use crate::reduce::Terms;
 use crate::topology::Machines;
+
+/// How the ranks of several machines reduce a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReductionSchedule {
+    /// The first rank of each machine sends all its machine's buffers to those of the others, and reduces all.
+    OneExchange,
+    /// Each rank gets the machines' partial results of its part of the elements, puts them together and returns the
+    /// results; see [`Plan`].
+    Parts,
+}
+
+impl ReductionSchedule {
+    /// The schedule for a buffer of `bytes` per rank.
+    pub(super) fn choose(machines: &Machines, bytes: usize) -> ReductionSchedule {
+        match fit_one_exchange(bytes, machines.rank_count()) {
+            true => ReductionSchedule::OneExchange,
+            false => ReductionSchedule::Parts,
+        }
+    }
+}
+
+/// How the first ranks of several machines pass on a buffer that one machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BroadcastSchedule {
+    /// The machine sends it to each other one.
+    Direct,
+    /// Each machine sends it to the next, chunk by chunk, so each cable carries it once.
+    Chain,
+}
+
+impl BroadcastSchedule {
+    /// The schedule for a buffer of `bytes`.
+    pub(super) fn choose(machines: &Machines, bytes: usize) -> BroadcastSchedule {
+        let receivers = machines.count() - 1;
+        match receivers == 1 || fit_one_exchange(bytes, receivers) {
+            true => BroadcastSchedule::Direct,
+            false => BroadcastSchedule::Chain,
+        }
+    }
+}
 
 /// A subtree whose ranks are all on one machine, and as large as it can be: the machine sends one partial result for
 /// it.
@@ -241,6 +282,20 @@ mod tests {
 
     fn sum(dtype: DType, ranks: usize) -> Terms {
         Terms::new(dtype, Reduction::Op(ReduceOp::Sum), ranks).unwrap()
+    }
+
+    #[test]
+    fn small_buffers_take_one_exchange() {
+        use super::{BroadcastSchedule as Broadcast, ReductionSchedule as Reduction};
+        let two_by_four = blocks(&[4, 4]);
+        assert_eq!(Reduction::choose(&two_by_four, 8 * 1024), Reduction::OneExchange);
+        assert_eq!(Reduction::choose(&two_by_four, 8 * 1024 + 1), Reduction::Parts);
+        assert_eq!(Reduction::choose(&two_by_four, usize::MAX), Reduction::Parts);
+        // One cable carries what a broadcast sends between two machines in any case.
+        assert_eq!(Broadcast::choose(&two_by_four, usize::MAX), Broadcast::Direct);
+        let three = blocks(&[1, 2, 1]);
+        assert_eq!(Broadcast::choose(&three, 32 * 1024), Broadcast::Direct);
+        assert_eq!(Broadcast::choose(&three, 32 * 1024 + 1), Broadcast::Chain);
     }
 
     /// Facts of a reduction that all ranks know.
