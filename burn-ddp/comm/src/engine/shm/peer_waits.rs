@@ -29,7 +29,7 @@ const YIELDS: u32 = 8;
 const SLEEP_EVERY: u32 = 64;
 /// Number of long waits that sleep at once after a yield that took long: then the core went to another thread, for as
 /// much as a time slice.
-const SLEEPS_AFTER_SLOW_YIELD: u32 = 1024;
+const SLEEPS_AFTER_SLOW_YIELD: u32 = 8;
 /// A yield to a peer that has little to do is shorter.
 const SLOW_YIELD: Duration = Duration::from_micros(100);
 /// Time after a peer closed its side of the group within which the control connections may still report why.
