@@ -203,7 +203,7 @@ impl Board {
     /// True if a long wait that begins now may yield.
     fn may_yield(&self) -> bool {
         let nth = self.long_waits.fetch_add(1, Ordering::Relaxed);
-        !self.spins || nth % SLEEP_EVERY != 0 && nth >= self.yields_from.load(Ordering::Relaxed)
+        !self.spins || !nth.is_multiple_of(SLEEP_EVERY) && nth >= self.yields_from.load(Ordering::Relaxed)
     }
 
     /// Yields; false if this took so long that it should not be done again.
