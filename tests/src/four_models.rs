@@ -1,4 +1,4 @@
-//! Four models that train with the same bits sharded and not.
+//! Models that train sharded and not, to be compared.
 
 use anyhow::{Result, bail};
 use burn::module::Module;
@@ -11,20 +11,32 @@ use burn_ddp::Stats;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::text::gpt::{Gpt, GptConfig};
 
-use crate::{Fill, Mlp, rows};
+use crate::{Fill, Mlp, rows, values};
 
-/// Names of the models, for [`train`].
+/// Names of the models that train with the same bits sharded and not, for [`train`]; `deep-gpt` does so, too.
+/// `long-lstm` does not.
 pub const MODELS: [&str; 4] = ["mlp", "lstm", "tied", "gpt"];
 
 /// Names of the optimizers, for [`train`].
 pub const OPTIMIZERS: [&str; 4] = ["sgd", "momentum", "adam", "adamw"];
 
-/// Trains a new model and returns its hash, and the counters of the last step's communication. *Collective*.
+/// A trained model.
+#[derive(Debug)]
+pub struct Trained {
+    /// Its hash.
+    pub hash: String,
+    /// Its whole parameters.
+    pub values: Vec<Vec<f64>>,
+    /// Counters of the last step's communication.
+    pub last_step: Stats,
+}
+
+/// Trains a new model. *Collective*.
 ///
 /// # Errors
 ///
 /// An unknown name, or an error of burn-ddp.
-pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapConfig) -> Result<(String, Stats)> {
+pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapConfig) -> Result<Trained> {
     let device = ddp.device()?.autodiff();
     let optim = match optim {
         "sgd" => SgdConfig::new().init(),
@@ -37,20 +49,16 @@ pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapCon
     let gpt = GptConfig::new(1, 12, 2, 7);
     match model {
         "mlp" => run(ddp, Mlp::new(&device), optim, steps, config),
-        "lstm" => run(ddp, Recurrent::new(&device), optim, steps, config),
+        "lstm" => run(ddp, Recurrent::new(5, &device), optim, steps, config),
+        "long-lstm" => run(ddp, Recurrent::new(40, &device), optim, steps, config),
+        "deep-gpt" => run(ddp, GptConfig::new(6, 12, 2, 7).init(&device), optim, steps, config),
         "tied" => run(ddp, Tied::new(&device), optim, steps, config),
         "gpt" => run(ddp, gpt.init(&device), optim, steps, config),
         other => bail!("no model {other:?}"),
     }
 }
 
-fn run<M: Model>(
-    ddp: &Ddp,
-    model: M,
-    optim: ModuleOptimizer,
-    steps: usize,
-    config: &WrapConfig,
-) -> Result<(String, Stats)> {
+fn run<M: Model>(ddp: &Ddp, model: M, optim: ModuleOptimizer, steps: usize, config: &WrapConfig) -> Result<Trained> {
     let device = ddp.device()?.autodiff();
     let mut model = ddp.wrap_with(model.map(&mut Fill(ddp.rank() as f32)), config)?;
     let mut optim = ddp.optimizer(optim, &model)?;
@@ -59,8 +67,8 @@ fn run<M: Model>(
         let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
         model = optim.step(0.01, model, grads);
     }
-    let step = ddp.telemetry().last_step();
-    Ok((param_hash(&model)?, step))
+    let last_step = ddp.telemetry().last_step();
+    Ok(Trained { hash: param_hash(&model)?, values: values(&ddp.unwrap(model)?), last_step })
 }
 
 trait Model: Module + 'static {
@@ -84,22 +92,24 @@ impl Model for Mlp {
     }
 }
 
-/// An LSTM over sequences of five steps, which reads its eight matrices in each step.
+/// An LSTM over sequences of so many steps, which reads its eight matrices in each step.
 #[derive(Module, Debug)]
 struct Recurrent {
+    steps: usize,
     lstm: Lstm,
     head: Linear,
 }
 
 impl Recurrent {
-    fn new(device: &Device) -> Self {
-        Recurrent { lstm: LstmConfig::new(6, 7, false).init(device), head: LinearConfig::new(7, 3).init(device) }
+    fn new(steps: usize, device: &Device) -> Self {
+        let (lstm, head) = (LstmConfig::new(6, 7, false).init(device), LinearConfig::new(7, 3).init(device));
+        Recurrent { steps, lstm, head }
     }
 }
 
 impl Model for Recurrent {
     fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
-        let sequence = inputs(rank, step, 5 * 6, device).reshape([4, 5, 6]);
+        let sequence = inputs(rank, step, self.steps * 6, device).reshape([4, self.steps, 6]);
         let (_, last) = self.lstm.forward(sequence, None);
         self.head.forward(last.hidden).powf_scalar(2.0).mean()
     }

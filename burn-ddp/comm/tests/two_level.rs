@@ -85,12 +85,19 @@ fn reductions(group: &ProcessGroup, machines: &[usize]) -> Vec<Outcome> {
                 let done = group.all_reduce_weighted_bytes(dtype, &mut buf, weights[rank], 0);
                 add(format!("all_reduce_weighted, {name},"), done, buf);
             }
-            if dtype == DType::F32 {
-                let mut buffers = group.shared_buffers(&[len * dtype.size_bytes()]).unwrap();
-                buffers[0].bytes_mut().copy_from_slice(&bytes(dtype, rank, len));
-                let view = group.all_reduce_shared(dtype, &mut buffers[0], ReduceOp::Mean, 0);
+            let mut buffers = group.shared_buffers(&[len * dtype.size_bytes()]).unwrap();
+            let buffer = &mut buffers[0];
+            for op in [ReduceOp::Mean, ReduceOp::Sum, ReduceOp::Max].into_iter().filter(|op| op.supports(dtype)) {
+                buffer.bytes_mut().copy_from_slice(&bytes(dtype, rank, len));
+                let view = group.all_reduce_shared(dtype, buffer, op, 0);
                 let seen = view.as_ref().map_or_else(|_| vec![], |view| view.to_vec());
-                add("all_reduce_shared".into(), view.map(drop), seen);
+                add(format!("all_reduce_shared, {op},"), view.map(drop), seen);
+            }
+            for (name, weights) in weights(machines).iter().filter(|_| dtype.is_float()) {
+                buffer.bytes_mut().copy_from_slice(&bytes(dtype, rank, len));
+                let view = group.all_reduce_weighted_shared(dtype, buffer, weights[rank], 0);
+                let seen = view.as_ref().map_or_else(|_| vec![], |view| view.to_vec());
+                add(format!("all_reduce_weighted_shared, {name},"), view.map(drop), seen);
             }
         }
     }

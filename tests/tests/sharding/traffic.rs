@@ -8,7 +8,7 @@ use super::*;
 
 /// The communication counters of the fifth step on two ranks.
 fn fifth_step(model: &str, config: &WrapConfig) -> Stats {
-    let ranks = Ddp::spawn(2, |ddp| Ok(train(&ddp, model, "sgd", 5, config)?.1)).unwrap();
+    let ranks = Ddp::spawn(2, |ddp| Ok(train(&ddp, model, "sgd", 5, config)?.last_step)).unwrap();
     assert_eq!((ranks[0].bytes, ranks[0].gathered), (ranks[1].bytes, ranks[1].gathered));
     ranks[0]
 }

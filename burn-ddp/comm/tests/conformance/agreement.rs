@@ -32,9 +32,10 @@ pub fn each_difference_is_a_mismatch_with_both_call_sites(make: Make) {
         ("tags", |group| group.all_reduce_bytes(DType::F32, &mut [0; 40], ReduceOp::Sum, 5)),
     ];
     for (what, call) in different {
-        for odd in [0, 1] {
+        // With four ranks the odd one has a peer on its machine where there are two machines.
+        for (n, odd) in [(2, 0), (2, 1), (4, 1), (4, 2)] {
             let results =
-                at_once(|| groups(make, 2, |group| if group.rank() == odd { call(group) } else { REFERENCE(group) }));
+                at_once(|| groups(make, n, |group| if group.rank() == odd { call(group) } else { REFERENCE(group) }));
             for result in results {
                 let error = fatal(result);
                 assert_mismatch(&error, odd);

@@ -13,6 +13,6 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         "sharded" => WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1),
         _ => WrapConfig::new(),
     };
-    println!("{}", four_models::train(ddp, &arg(2), &arg(3), arg(4).parse()?, &config)?.0);
+    println!("{}", four_models::train(ddp, &arg(2), &arg(3), arg(4).parse()?, &config)?.hash);
     Ok(())
 }
