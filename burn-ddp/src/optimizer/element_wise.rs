@@ -94,7 +94,7 @@ pub(crate) fn refuse_mixing(paths: &[impl AsRef<str>]) -> Result<()> {
     let paths: Vec<&str> = paths.iter().map(AsRef::as_ref).collect();
     Err(Error::invalid(format!(
         "the optimizer does not step each element by itself, as sharded parameters need it ({}): use SGD, Adam or \
-        AdamW, without clipping by norm",
+        AdamW, and `clip_grad_norm` instead of the optimizer's clipping by norm",
         paths.join(", ")
     )))
 }
