@@ -49,7 +49,7 @@ struct Turn {
     pair_sequences: Vec<u64>,
 }
 
-/// What ranks do by a group's call with this tag; `None` if that is unknown.
+/// Purpose of a group's calls by their tag; `None` if it is unknown.
 type PurposeOfTag = dyn Fn(u64) -> Option<String> + Send + Sync;
 
 /// Sending half of a call between two ranks: the peer's group rank, and the bytes.

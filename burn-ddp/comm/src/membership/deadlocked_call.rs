@@ -14,7 +14,7 @@ pub struct StuckCall {
     pub ranks: Vec<usize>,
     /// The call, as the first of these ranks made it.
     pub call: CallInfo,
-    /// What the call is for, such as `reads a.weight`, if this rank knows it; see
+    /// Purpose of the call, such as `reads a.weight`, if this rank knows it; see
     /// [`ProcessGroup::explain_tags`](crate::ProcessGroup::explain_tags). Not sent to other ranks.
     #[serde(skip)]
     pub purpose: Option<String>,

@@ -24,8 +24,8 @@ const SPIN: Duration = Duration::from_micros(100);
 const LOOKS: u32 = 32;
 /// Times to yield before sleeping, where a missing peer may need this rank's core.
 const YIELDS: u32 = 8;
-/// Where there is a core for every rank, one in this many long waits sleeps at once if a peer shares this rank's core:
-/// the kernel mainly looks for an idle core when it wakes a thread.
+/// Number of long waits of which one sleeps at once, if a peer shares this rank's core though there is a core for every
+/// rank: the kernel mainly looks for an idle core when it wakes a thread.
 const SLEEP_EVERY: u32 = 64;
 /// Number of long waits that sleep at once after a yield that took long: then the core went to another thread, for as
 /// much as a time slice.

@@ -8,7 +8,7 @@ use crate::engine::shm::part;
 use crate::reduce::Terms;
 use crate::topology::Machines;
 
-/// How the ranks of several machines reduce a buffer.
+/// Schedules by which the ranks of several machines reduce a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReductionSchedule {
     /// The first rank of each machine sends all its machine's buffers to those of the others, and reduces all.
@@ -28,7 +28,7 @@ impl ReductionSchedule {
     }
 }
 
-/// How the first ranks of several machines pass on a buffer that one machine has.
+/// Schedules by which the first ranks of several machines pass on a buffer that one machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BroadcastSchedule {
     /// The machine sends it to each other one.
