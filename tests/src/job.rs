@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 pub use free_port::FreePort;
 
 /// Variables that ranks keep, as no launcher sets them: they choose engine and devices.
-const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
+const KEPT: [&str; 4] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE"];
 
 /// The program `rank`: the one beside this program, as in the GPU kit, otherwise `built`, where cargo has put it.
 pub fn rank_program(built: &str) -> String {
@@ -24,11 +24,11 @@ pub fn rank_program(built: &str) -> String {
 pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars() {
-        if name.starts_with("BURN_DDP_") && !KEPT.contains(&name.as_str())
+        let is_a_launchers = name.starts_with("BURN_DDP_")
             || name.contains("RANK")
             || name.contains("WORLD_SIZE")
-            || name.starts_with("MASTER_")
-        {
+            || name.starts_with("MASTER_");
+        if is_a_launchers && !KEPT.contains(&name.as_str()) {
             command.env_remove(name);
         }
     }

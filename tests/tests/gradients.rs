@@ -46,7 +46,7 @@ fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
         })
         .unwrap()
     };
-    let one = run(1, 1 << 20);
+    let (one, tolerance) = (run(1, 1 << 20), tolerance_of_device(tolerance));
     for world in 2..=4 {
         let many = run(world, 700);
         assert!(many.iter().all(|(_, hash)| *hash == many[0].1), "ranks differ at world {world}");
@@ -195,5 +195,6 @@ fn weights_of_ranks_are_weights_of_items() {
         Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
     })
     .unwrap();
-    assert_eq!(grads, [3.0, 3.0]);
+    let tolerance = if is_gpu() { tolerance_of_device(1e-6) as f32 } else { 0.0 };
+    assert!(grads.iter().all(|grad| (grad - 3.0).abs() <= tolerance), "{grads:?}");
 }

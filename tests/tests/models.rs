@@ -237,7 +237,10 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
 #[test]
 fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
     let small = WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
-    panic_in_the_middle(&small.clone().with_overlap(false)).expect("nothing was under way");
+    // Reductions on a device begin during backward in any case.
+    if !reduces_by_nccl() {
+        panic_in_the_middle(&small.clone().with_overlap(false)).expect("nothing was under way");
+    }
     let result = panic_in_the_middle(&small.with_overlap(true));
     if reads_at_the_end() {
         return drop(result.expect("nothing was under way"));

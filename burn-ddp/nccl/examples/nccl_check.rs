@@ -63,6 +63,13 @@ fn work() -> Result<Work, String> {
     }
 }
 
+/// The device of a rank: that of its local rank. With `BURN_DDP_SHARE_DEVICES=1` ranks share the devices there are.
+fn device_of(local_rank: usize) -> usize {
+    let share = std::env::var("BURN_DDP_SHARE_DEVICES").is_ok_and(|value| value == "1");
+    let devices = Driver::load().ok().and_then(|driver| driver.device_count().ok()).unwrap_or(0);
+    if share && devices > 0 { local_rank % devices } else { local_rank }
+}
+
 /// State that all checks use.
 struct Setup {
     world: World,
@@ -80,7 +87,8 @@ fn run(work: Work) -> Result<(), String> {
         None => World::solo(options),
     };
     let host = world.group().map_err(said)?;
-    let me = RankInfo::here(world.rank(), world.local_rank());
+    let ordinal = device_of(world.local_rank());
+    let me = RankInfo::here(world.rank(), ordinal);
     match &me.device {
         Ok(device) => println!(
             "rank {} of {}: {} at {} (uuid {}), CUDA {}.{}, NCCL {}, device {} of {}",
@@ -102,7 +110,7 @@ fn run(work: Work) -> Result<(), String> {
         return Err(why);
     }
     let (nccl, device) =
-        (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
+        (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, ordinal).map_err(said)?);
     let fabric = |own, membership| NcclFabric::new(own, membership, nccl.clone(), device.clone(), HostMemory::ByHost);
     world.set_fabric(|own, membership| fabric(own, membership).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
     let (group, stream) = (world.group().map_err(said)?, device.stream()?);

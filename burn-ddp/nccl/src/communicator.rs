@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::DeviceError;
 use crate::nccl::{Config, IN_PROGRESS, Nccl, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::poison_free_lock::lock;
+use crate::process_end;
 use crate::wait::{WaitCheck, poll_pause, wait_until};
 
 /// An `ncclComm_t`.
@@ -31,9 +32,11 @@ pub struct Communicator {
     size: usize,
     /// True before it is ready and after a failure: dropping it then aborts it.
     broken: bool,
+    _live: process_end::Live,
 }
 
-/// Longest wait for the other ranks to finalize a communicator; then this rank aborts its own side.
+/// Longest wait for the other ranks to finalize a communicator; then this rank aborts its own side. Shorter when the
+/// process ends.
 const FINALIZE: Duration = Duration::from_secs(60);
 
 impl Communicator {
@@ -61,9 +64,11 @@ impl Communicator {
             nccl.check("ncclCommInitRankConfig", raw, code)?;
             return Err(DeviceError::Library("ncclCommInitRankConfig made no communicator".to_owned()));
         }
-        let mut communicator =
-            Communicator { nccl: nccl.clone(), device: device.clone(), handle: Handle(raw), rank, size, broken: true };
-        communicator.settle("ncclCommInitRankConfig", code, check)?;
+        let (nccl, device, handle, _live) = (nccl.clone(), device.clone(), Handle(raw), process_end::live());
+        let mut communicator = Communicator { nccl, device, handle, rank, size, broken: true, _live };
+        let settled = communicator.settle("ncclCommInitRankConfig", code, check);
+        process_end::wait_at_exit();
+        settled?;
         communicator.broken = false;
         Ok(communicator)
     }
@@ -164,6 +169,7 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = Handle(std::mem::replace(&mut self.handle.0, std::ptr::null_mut()));
         let (nccl, broken) = (self.nccl.clone(), self.broken);
+        process_end::wait_at_exit();
         self.device.later("close", move || close(&nccl, handle, broken));
     }
 }
@@ -190,7 +196,7 @@ fn finalized(nccl: &Nccl, comm: RawComm) -> bool {
     // SAFETY: `comm` has no other user.
     let mut state = unsafe { nccl.calls().comm_finalize(comm) };
     let (until, mut pause) = (Instant::now() + FINALIZE, poll_pause());
-    while state == IN_PROGRESS && Instant::now() < until {
+    while state == IN_PROGRESS && Instant::now() < until && !process_end::is_overdue() {
         pause.wait();
         // SAFETY: a valid out-pointer.
         let code = unsafe { nccl.calls().comm_get_async_error(comm, &mut state) };

@@ -9,6 +9,7 @@ use burn_ddp_comm::Result;
 use crate::driver::{Driver, Raw};
 use crate::error::environment;
 use crate::poison_free_lock::lock;
+use crate::process_end;
 
 /// Handle of a context, stream, event or host allocation of the driver.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -74,12 +75,17 @@ impl Device {
         self.driver().check("cuCtxSetCurrent", code)
     }
 
-    /// Runs `work` on a thread of its own that is bound to this device. For destructors, which never wait for a device.
+    /// Runs `work` on a thread of its own that is bound to this device. For destructors, which never wait for a device;
+    /// the end of the process waits for them.
     pub(crate) fn later(&self, what: &str, work: impl FnOnce() + Send + 'static) {
+        let Some(in_use) = process_end::in_use() else { return };
         let device = self.clone();
-        let spawned = std::thread::Builder::new().name(format!("nccl {what}")).spawn(move || match device.bind() {
-            Ok(()) => work(),
-            Err(why) => tracing::debug!(why, "a resource stays until the process ends: its device cannot be bound"),
+        let spawned = std::thread::Builder::new().name(format!("nccl {what}")).spawn(move || {
+            match device.bind() {
+                Ok(()) => work(),
+                Err(why) => tracing::debug!(why, "a resource stays until the process ends: its device cannot be bound"),
+            }
+            drop(in_use);
         });
         if let Err(error) = spawned {
             tracing::debug!(%error, what, "a resource stays until the process ends: no thread can be started");

@@ -34,6 +34,7 @@
 //! | launches, in an order that all ranks agree on | `coordinated_launch.rs`, `launch_order.rs` |
 //! | host memory through the device | `host_through_device.rs`, `staging_buffers.rs` |
 //! | enqueued collectives that no thread waits for | `watchdog.rs` |
+//! | a process that ends while threads use NCCL | `process_end.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
 //! The README describes installation, failures, numerics, and the checks that need a GPU.
@@ -56,6 +57,7 @@ mod host_through_device;
 mod launch_order;
 mod nccl_op;
 mod poison_free_lock;
+mod process_end;
 mod rank_device_state;
 mod staging_buffers;
 mod stream;

@@ -11,6 +11,7 @@ use crate::device::Device;
 use crate::error::{awaited_ranks, own_failure, root_cause};
 use crate::event::Event;
 use crate::poison_free_lock::lock;
+use crate::process_end;
 
 /// A collective that was enqueued.
 pub(crate) struct Enqueued {
@@ -21,7 +22,7 @@ pub(crate) struct Enqueued {
 }
 
 /// Watchdog of one fabric. Its thread starts with the first enqueued collective, and ends when the fabric is dropped
-/// and every collective is done.
+/// and every collective is done, or when the process ends.
 pub(crate) struct Watchdog {
     membership: Arc<Membership>,
     device: Device,
@@ -85,6 +86,7 @@ fn keep_watch(membership: &Membership, device: &Device, list: &List, owner: &Wea
             let waited = list.changed.wait_timeout(enqueued, patience);
             std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner).0)
         };
+        let Some(_in_use) = process_end::in_use() else { return };
         taken.retain(|enqueued| goes_on(membership, enqueued));
         lock(&list.enqueued).append(&mut taken);
     }
