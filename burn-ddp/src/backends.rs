@@ -1,16 +1,17 @@
 //! Burn backends that burn-ddp supports, each behind a feature.
 
-/// Implements a backend extension for all backends that are built in, with the default bodies of its methods.
+/// Implements a backend extension for all backends that are built in, by these methods and the default bodies of the
+/// others.
 macro_rules! extend_backends {
-    ($extension:ident) => {
+    ($extension:ident { $($method:item)* }) => {
         #[cfg(feature = "flex")]
-        impl $extension for burn::backend::Flex {}
+        impl $extension for burn::backend::Flex { $($method)* }
         #[cfg(feature = "ndarray")]
-        impl $extension for burn::backend::NdArray {}
+        impl $extension for burn::backend::NdArray { $($method)* }
         #[cfg(feature = "tch")]
-        impl $extension for burn::backend::LibTorch {}
+        impl $extension for burn::backend::LibTorch { $($method)* }
         #[cfg(feature = "cube")]
-        impl $extension for burn::backend::Cube {}
+        impl $extension for burn::backend::Cube { $($method)* }
     };
 }
 pub(crate) use extend_backends;

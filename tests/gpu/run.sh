@@ -9,8 +9,8 @@ shopt -s nullglob
 if [ "${1:-}" = spread ]; then
   export BURN_DDP_TEST_THREADS_ALONE=1
   parts=$(($(nproc) / 2))
-  tests=$(./burn-ddp-gpu-kit --list "$2" 2>/dev/null | sed -n 's/: test$//p')
-  [ -n "$tests" ] || exit 1
+  tests=$(./burn-ddp-gpu-kit --list "$2" | sed -n 's/: test$//p')
+  [ -n "$tests" ] || { echo "no test begins with $2"; exit 1; }
   [ "$parts" -ge 1 ] || parts=1
   running=()
   for ((part = 0; part < parts; part++)); do
@@ -134,7 +134,7 @@ for n in 1 2; do check d "all-reduce-$n" 60 "ratio" ./burnrun -n $n ./nccl_check
 
 # e: a step beside plain Burn; by number of tensors; by size of buckets; the largest bucket holds all gradients, so that nothing overlaps.
 # Ranks that share a GPU take turns of milliseconds: their times say nothing.
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c GPU)
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 [ "$gpus" = 1 ] && worlds=1 || worlds=1,2
 bench e step 60 --world $worlds --rounds 6 --alone
 bench e tensors 60 --model tensors --world $worlds --counts 10,100 --rounds 4 --alone

@@ -11,7 +11,7 @@
 //!     10      2  bytes of the call site
 //!     12      4  sender's rank
 //!     16      4  root, u32::MAX = none
-//!     20      4  zero
+//!     20      4  digest
 //!     24      8  group
 //!     32      8  sequence
 //!     40      8  elements
@@ -29,7 +29,7 @@ use crate::call::{CallInfo, CallSite, Collective};
 use crate::{DType, ReduceOp};
 
 /// Version of all protocols between ranks. Ranks of different versions refuse each other.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 
 /// Bytes of the fixed part of a header, in front of the call site.
 pub const PREFIX_BYTES: usize = 80;
@@ -73,7 +73,7 @@ impl Header {
         out.extend_from_slice(&[0; 2]);
         out.extend_from_slice(&(self.from as u32).to_le_bytes());
         out.extend_from_slice(&self.info.root.map_or(NO_ROOT, |root| root as u32).to_le_bytes());
-        out.extend_from_slice(&[0; 4]);
+        out.extend_from_slice(&self.info.digest.to_le_bytes());
         for number in [
             self.info.group,
             self.info.sequence,
@@ -117,9 +117,6 @@ impl Prefix {
         if site_bytes > MAX_SITE_BYTES {
             return Err(format!("a call site of {site_bytes} bytes"));
         }
-        if u32_at(20) != 0 {
-            return Err("reserved bytes that are not zero".to_string());
-        }
         let info = CallInfo {
             collective: Collective::from_code(bytes[6]).ok_or_else(|| format!("collective {}", bytes[6]))?,
             reduce: optional(bytes[7], ReduceOp::from_code).ok_or_else(|| format!("reduce op {}", bytes[7]))?,
@@ -127,6 +124,7 @@ impl Prefix {
             len_elems: u64_at(40),
             root: Some(u32_at(16)).filter(|root| *root != NO_ROOT).map(|root| root as usize),
             tag: u64_at(64),
+            digest: u32_at(20),
             group: u64_at(24),
             sequence: u64_at(32),
             site: CallSite::Unknown,
@@ -193,6 +191,7 @@ mod tests {
                 len_elems: u64::MAX - 3,
                 root: Some(2),
                 tag: 0x100_0000_0007,
+                digest: 0xfeed_beef,
                 group: 5,
                 sequence: 1 << 40,
                 site: site.into(),
@@ -238,15 +237,9 @@ mod tests {
     fn what_is_not_ours_is_refused() {
         let mut good = Vec::new();
         header("x").encode(&mut good);
-        for (at, what) in [
-            (0, "starts with"),
-            (4, "version"),
-            (6, "collective"),
-            (7, "reduce op"),
-            (8, "dtype"),
-            (11, "call site"),
-            (20, "reserved"),
-        ] {
+        for (at, what) in
+            [(0, "starts with"), (4, "version"), (6, "collective"), (7, "reduce op"), (8, "dtype"), (11, "call site")]
+        {
             let mut bad = good.clone();
             bad[at] = 99;
             let error = decode(&bad).unwrap_err();
@@ -264,7 +257,6 @@ mod tests {
             if magic {
                 prefix[..4].copy_from_slice(&MAGIC);
                 prefix[4..6].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
-                prefix[20..24].fill(0);
             }
             if let Ok(prefix) = Prefix::decode(&prefix) {
                 prop_assert!(prefix.site_bytes() <= MAX_SITE_BYTES);

@@ -4,7 +4,9 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, EngineChoice, Error, ProcessGroup, ReduceOp, SharedView, World, WorldOptions};
+use burn_ddp_comm::{
+    DType, EngineChoice, Error, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedView, World, WorldOptions,
+};
 use common::{Process, join_all, launcher_store, options, rank_at, role, say};
 
 /// All survivors learn of a rank's death within this time.
@@ -118,30 +120,47 @@ fn views_stay_what_they_are_while_ranks_reduce_on() {
             let group = world.group().unwrap();
             let (mut script, mut own) = (Random(n as u64), Random(77 + world.rank() as u64));
             let mut buffers = group.shared_buffers(&[LEN * 8, 8, 0, LEN * 8]).unwrap();
-            let mut kept: Vec<(u64, usize, SharedView)> = Vec::new();
+            let bytes = |elements: Vec<i64>| -> Vec<u8> { elements.iter().flat_map(|x| x.to_le_bytes()).collect() };
+            let mut kept: Vec<(u64, Vec<u8>, SharedView)> = Vec::new();
             for call in 0..500 {
                 own.dawdle();
-                let which = script.below(4) as usize;
-                let len = buffers[which].len_bytes() / 8;
-                let input: Vec<u8> = elements(call, world.rank(), len).iter().flat_map(|x| x.to_le_bytes()).collect();
-                buffers[which].bytes_mut().copy_from_slice(&input);
-                let view = group.all_reduce_shared(DType::I64, &mut buffers[which], ReduceOp::Sum, 0).unwrap();
+                let buffer = &mut buffers[script.below(4) as usize];
+                let len = buffer.len_bytes() / 8;
+                let division = RowDivision { rows: len, row_bytes: 8, world_size: n };
+                let mine = division.bytes_of(world.rank());
+                buffer.bytes_mut().copy_from_slice(&bytes(elements(call, world.rank(), len)));
+                let (view, expected) = match script.below(3) {
+                    0 => {
+                        let whole = bytes(elements(call, 0, len));
+                        let part = &whole[mine];
+                        let view = group.all_gather_parts_shared(DType::I64, division, part, buffer, 0).unwrap();
+                        (view, whole)
+                    }
+                    1 => {
+                        let (sum, whole) = (PartReduction::Op(ReduceOp::Sum), bytes(sums(call, n, len)));
+                        let part = group.reduce_scatter_parts_shared(DType::I64, division, buffer, &sum, 0).unwrap();
+                        assert!(part == whole[mine], "call {call}");
+                        continue;
+                    }
+                    _ => {
+                        let view = group.all_reduce_shared(DType::I64, buffer, ReduceOp::Sum, 0).unwrap();
+                        (view, bytes(sums(call, n, len)))
+                    }
+                };
                 // This rank may overwrite its input at once; the view must not change.
-                buffers[which].bytes_mut().fill(0xee);
+                buffer.bytes_mut().fill(0xee);
                 if own.below(3) == 0 {
-                    kept.push((call, len, view.clone()));
+                    kept.push((call, expected.clone(), view.clone()));
                 }
-                kept.push((call, len, view));
+                kept.push((call, expected, view));
                 while kept.len() > own.below(6) as usize {
-                    let (call, len, view) = kept.swap_remove(own.below(kept.len() as u64) as usize);
-                    let expected: Vec<u8> = sums(call, n, len).iter().flat_map(|x| x.to_le_bytes()).collect();
+                    let (call, expected, view) = kept.swap_remove(own.below(kept.len() as u64) as usize);
                     assert!(*view == expected[..], "call {call}");
                 }
             }
             // Views outlive the group.
             drop((group, buffers, world));
-            assert!(kept.iter().all(|(call, len, view)| view[..8.min(len * 8)]
-                == sums(*call, n, *len).first().map(|x| x.to_le_bytes()).unwrap_or_default()[..8.min(len * 8)]));
+            assert!(kept.iter().all(|(_, expected, view)| **view == expected[..]));
         });
     }
 }
@@ -259,6 +278,15 @@ fn a_rank_killed_anywhere_leaves_no_wrong_number_and_nobody_waiting() {
             let expected: Vec<u8> =
                 sums(call, world.world_size(), 10_000).iter().flat_map(|x| x.to_le_bytes()).collect();
             assert!(*view == expected[..], "all_reduce_shared");
+            drop(view);
+            let division = RowDivision { rows: 10_000, row_bytes: 8, world_size: world.world_size() };
+            let part = &expected[division.bytes_of(world.rank())];
+            let whole = group.all_gather_parts_shared(DType::I64, division, part, &mut buffer, 0)?;
+            assert!(*whole == expected[..], "all_gather_parts_shared");
+            buffer.bytes_mut().copy_from_slice(&input);
+            let sum = PartReduction::Op(ReduceOp::Sum);
+            let reduced = group.reduce_scatter_parts_shared(DType::I64, division, &mut buffer, &sum, 0)?;
+            assert!(reduced == part, "reduce_scatter_parts_shared");
             Ok::<_, Error>(())
         };
         let error = (0..).find_map(|call| one(call).err()).unwrap();

@@ -85,6 +85,7 @@ impl Device {
                 Ok(()) => work(),
                 Err(why) => tracing::debug!(why, "a resource stays until the process ends: its device cannot be bound"),
             }
+            drop(device);
             drop(in_use);
         });
         if let Err(error) = spawned {
@@ -109,6 +110,7 @@ impl fmt::Debug for Device {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let Some(_in_use) = process_end::in_use() else { return };
         // No stream waits for a spare event, so destroying it does not block.
         for event in self.spare_events.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // SAFETY: an event of this device that has no other user.

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use burn_ddp_comm::engine::{Engine, Incoming, OnDevice, Outgoing};
-use burn_ddp_comm::{Call, DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
+use burn_ddp_comm::engine::{Engine, Incoming, OnDevice, Outgoing, gather_rows_into, reduce_rows};
+use burn_ddp_comm::{Call, DType, Error, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 use crate::communicator::Communicator;
 use crate::coordinated_launch::GroupLaunch;
@@ -264,6 +264,33 @@ impl Engine for NcclEngine {
         }
         self.reduce_staged(call, dtype, buffer.bytes_mut(), op)?;
         Ok(buffer.view())
+    }
+
+    fn all_gather_shared(
+        &mut self,
+        call: &Call,
+        division: RowDivision,
+        part: &[u8],
+        buffer: &mut SharedBuffer,
+    ) -> Result<SharedView> {
+        if self.by_host() {
+            return self.group.host.all_gather_shared(call, division, part, buffer);
+        }
+        gather_rows_into(self, call, division, part, buffer)
+    }
+
+    fn reduce_scatter_shared(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        buffer: &mut SharedBuffer,
+        reduction: &PartReduction,
+        part: &mut [u8],
+    ) -> Result<()> {
+        if self.by_host() {
+            return self.group.host.reduce_scatter_shared(call, (dtype, division), buffer, reduction, part);
+        }
+        reduce_rows(self, call, (dtype, division), buffer.bytes_mut(), reduction, part)
     }
 
     /// Returns when the reduction is enqueued; [`DeviceReduce::done()`] is then the event recorded behind it. A later

@@ -9,6 +9,7 @@ use crate::device_and_pinned_memory::{HostBuffer, Region};
 use crate::driver::{Raw, STREAM_NON_BLOCKING};
 use crate::error::DeviceError;
 use crate::event::Event;
+use crate::process_end;
 
 impl Device {
     /// Creates a stream that does not wait for the legacy default stream.
@@ -104,6 +105,7 @@ impl Stream {
 impl Drop for Stream {
     /// Returns at once: the driver frees the stream when its work is done.
     fn drop(&mut self) {
+        let Some(_in_use) = process_end::in_use() else { return };
         // SAFETY: a stream of this crate that has no other user.
         unsafe { self.device.driver().calls().stream_destroy(self.handle.0) };
     }

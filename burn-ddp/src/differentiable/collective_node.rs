@@ -32,7 +32,7 @@ pub trait CollectiveBackend: Backend {
     }
 }
 
-extend_backends!(CollectiveBackend);
+extend_backends!(CollectiveBackend {});
 
 #[derive(Debug)]
 struct Collective;

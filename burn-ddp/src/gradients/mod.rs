@@ -21,6 +21,7 @@ pub(crate) use accumulation::{Boundary, Contribution, HeldBatches, MicroBatch, S
 pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};
 pub use device_loan::DeviceLoan;
+pub(crate) use memory::shared_bytes;
 pub use memory::{GradientMemory, HostCopy};
 pub(crate) use piggyback::{Piggyback, PiggybackResult};
 pub(crate) use reducer::Reducer;

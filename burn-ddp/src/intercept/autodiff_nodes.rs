@@ -44,9 +44,7 @@ pub trait DdpBackend: Backend {
     }
 
     /// Returns the whole of a sharded parameter, of which `part` is this rank's, for a forward without backward.
-    fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        evaluated::<Self>(part, &tap)
-    }
+    fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self>;
 
     /// Notes `x`, a parameter's value, until the next backward ends. Returns `x`.
     fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
@@ -62,7 +60,11 @@ pub trait DdpBackend: Backend {
     }
 }
 
-extend_backends!(DdpBackend);
+extend_backends!(DdpBackend {
+    fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        evaluated::<Self>(part, &tap)
+    }
+});
 
 /// State of a hook: the read that it belongs to, the parameter's leaf, whether clones of it may be on other leaves,
 /// and, if it is to be compared, its value.
@@ -161,6 +163,10 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         };
         model.lookups.read(slot, leaf, before, read.id());
         read
+    }
+
+    fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        untracked::<B>(evaluated::<B>(part.primitive().clone(), &tap))
     }
 
     fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {

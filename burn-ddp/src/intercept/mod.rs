@@ -59,8 +59,8 @@ pub(crate) use parameter_tap::Tap;
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{
-    Part, ShardedParameter, cut, parts, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
-    sums_over_parts, tell_peers_of_parts, whole,
+    MOST_SHARED_BYTES, Part, ShardedParameter, cut, parts, refuse_parts_without_tap, refuse_sharded,
+    sharded_parameters, sharded_paths, sums_over_parts, tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
 #[cfg(feature = "train")]

@@ -203,9 +203,11 @@ impl WrappedModel {
     }
 
     /// The model with the parameters that its settings divide, and the group in which they are gathered.
-    pub(crate) fn with_shards(self, divided: Vec<bool>, shards: Option<ProcessGroup>) -> Self {
-        let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone()));
-        WrappedModel { divided, shards, ..self }
+    /// *Collective* with such a group.
+    pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>) -> Result<Self> {
+        let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone());
+        let shards = group.map(shards).transpose()?;
+        Ok(WrappedModel { divided, shards, ..self })
     }
 
     /// The model in the rank's report on memory.

@@ -65,7 +65,7 @@ pub trait SyncBatchNormBackend: Backend {
     }
 }
 
-extend_backends!(SyncBatchNormBackend);
+extend_backends!(SyncBatchNormBackend {});
 
 impl<B: SyncBatchNormBackend, C: CheckpointStrategy> SyncBatchNormBackend for Autodiff<B, C> {
     fn sync_batch_norm(

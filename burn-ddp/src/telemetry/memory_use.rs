@@ -32,8 +32,8 @@ pub struct MemoryUse {
     /// one moment of a step, if the step reads each parameter once and none is frozen.
     pub gathered: u64,
     /// Buffers of the collectives in host memory: at most three of the size of the largest bucket; with sharded
-    /// parameters, one for the largest of them and one for this rank's rows of it. If gradients come from a GPU and
-    /// NCCL does not reduce them, every bucket has a buffer.
+    /// parameters, one for the largest of them of at most 48 MiB and one for this rank's rows of it, and one for the
+    /// largest above that. If gradients come from a GPU and NCCL does not reduce them, every bucket has a buffer.
     pub engine_buffers: u64,
 }
 

@@ -6,6 +6,7 @@ use burn_ddp_comm::RowDivision;
 use super::inspect_model::{Inspected, inspect};
 use super::{WrapConfig, treatment};
 use crate::gradients::{Caps, Slot};
+use crate::intercept::MOST_SHARED_BYTES;
 use crate::model::schema::{Entry, Schema};
 use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
@@ -69,6 +70,7 @@ pub(super) fn memory(
     }
     let whole_parameters = parameters as u64;
     let (mut sharded, mut largest, mut largest_gradient) = (0, 0, 0);
+    let mut largest_in_buffer = 0;
     let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
         let rows = RowDivision { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world_size: world };
@@ -79,19 +81,23 @@ pub(super) fn memory(
             sharded += part;
             largest_gradient = largest_gradient.max(whole);
         }
-        largest = largest.max(rows.padded_len_bytes());
+        largest = largest.max(whole);
+        if whole <= MOST_SHARED_BYTES {
+            largest_in_buffer = largest_in_buffer.max(whole);
+        }
     }
     // A parameter above the cap has a bucket of its own.
     let of_three = |caps: Caps| caps.bytes.max(largest_whole).saturating_mul(3);
     let buckets = caps.map_or(0, |caps| of_three(caps).min(gradients - sharded));
-    // Rows of the other ranks, and this rank's twice.
-    let rows_of_ranks = largest + largest / world;
+    // This rank's input, and its share of the result; a larger parameter has memory of its own.
+    let shared = largest_in_buffer + largest_in_buffer / world;
+    let shared = if largest > MOST_SHARED_BYTES { shared + largest } else { shared };
     MemoryUse {
         parameters: parameters as u64,
         whole_parameters,
         gradients: gradients as u64,
         optimizer: None,
         gathered: (largest_gradient + largest) as u64,
-        engine_buffers: (buckets + rows_of_ranks) as u64,
+        engine_buffers: (buckets + shared) as u64,
     }
 }

@@ -21,7 +21,7 @@ fn a_step_moves_one_and_a_half_times_the_bytes() {
     let mlp = (4 * (6 * 16 + 16 * 16 + 16 * 3), 4 * (16 + 16 + 3));
     let tied = (4 * (11 * 6 + 6 * 6), 0);
     let lstm = (4 * (4 * (6 * 7 + 7 * 7) + 7 * 3), 4 * 3);
-    for (model, (matrices, vectors), least) in [("mlp", mlp, 1.3), ("tied", tied, 1.0), ("lstm", lstm, 1.0)] {
+    for (model, (matrices, vectors), least) in [("mlp", mlp, 1.3), ("tied", tied, 0.95), ("lstm", lstm, 0.95)] {
         let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| fifth_step(model, &config));
         let flags = whole.bytes - (matrices + vectors);
         assert!(flags <= 64 && whole.gathered == 0, "{model}: {whole:?}");
@@ -29,7 +29,7 @@ fn a_step_moves_one_and_a_half_times_the_bytes() {
         assert!((0..=64).contains(&(parts.bytes as i64 - (matrices + vectors) as i64)), "{model}: {parts:?}");
         let averaged = 2 * whole.bytes;
         let moved = parts.gathered + matrices + 2 * (parts.bytes - matrices);
-        // A weight with an odd number of rows is sent with one row more.
+        // What is read several times is gathered once. A gradient with an odd number of rows is sent with one row more.
         let ratio = moved as f64 / averaged as f64;
         assert!((least..1.6).contains(&ratio), "{model}: {ratio}, {parts:?} and {whole:?}");
     }
@@ -38,9 +38,9 @@ fn a_step_moves_one_and_a_half_times_the_bytes() {
 #[test]
 fn a_recurrent_layer_gathers_its_weights_once_a_step() {
     let parts = fifth_step("lstm", &sharded());
-    // Matrices of seven and six rows are sent with eight and six. The head is gathered in forward and in backward.
-    let lstm = 4 * 4 * (6 * 7 + 8 * 7);
-    let head = 2 * 4 * (8 * 3);
+    // The head is gathered in forward and in backward.
+    let lstm = 4 * 4 * (6 * 7 + 7 * 7);
+    let head = 2 * 4 * (7 * 3);
     assert_eq!(parts.gathered, lstm + head);
 }
 
@@ -56,7 +56,7 @@ fn a_transformer_with_gradient_checkpointing_gathers_each_matrix_twice() {
         ddp.backward(&model.loss(bytes.clone(), bytes), &model)?;
         Ok(ddp.telemetry().stats().gathered)
     });
-    // The matrix of seven positions is sent with eight rows. Embeddings are not gathered in backward.
-    let (embeddings, matrices) = (4 * 12 * (256 + 8), 4 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 256));
+    // Embeddings are not gathered in backward.
+    let (embeddings, matrices) = (4 * 12 * (256 + 7), 4 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 256));
     assert_eq!(gathered.unwrap(), [embeddings + 2 * matrices; 2]);
 }

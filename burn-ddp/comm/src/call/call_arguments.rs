@@ -34,6 +34,8 @@ pub(crate) struct Request {
     /// The root's group rank.
     pub(crate) root: Option<usize>,
     pub(crate) tag: u64,
+    /// See [`CallInfo::digest`](super::CallInfo::digest).
+    pub(crate) digest: u32,
     pub(crate) weight: f64,
     pub(crate) caller: Caller,
 }
@@ -41,13 +43,33 @@ pub(crate) struct Request {
 impl Request {
     /// A call without elements.
     pub(crate) fn bare(collective: Collective, caller: Caller) -> Request {
-        Request { collective, reduce: None, dtype: None, len_elems: 0, root: None, tag: 0, weight: 1.0, caller }
+        Request {
+            collective,
+            reduce: None,
+            dtype: None,
+            len_elems: 0,
+            root: None,
+            tag: 0,
+            digest: 0,
+            weight: 1.0,
+            caller,
+        }
     }
 
     /// A call with `len_bytes` of `dtype` elements.
     pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, caller: Caller) -> Request {
         Request { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Request::bare(collective, caller) }
     }
+}
+
+/// Hash of arguments that ranks compare only by it.
+pub(crate) fn digest(words: impl IntoIterator<Item = u64>) -> u32 {
+    let mix = |hash: u64, word: u64| {
+        let product = u128::from(hash ^ word) * 0x9e37_79b9_7f4a_7c15;
+        (product >> 64) as u64 ^ product as u64
+    };
+    let hash = words.into_iter().fold(0x2545_f491_4f6c_dd1d, mix);
+    (hash >> 32) as u32 ^ hash as u32
 }
 
 /// The error of a call that every rank refuses for the same reason, so that the group stays usable.
@@ -79,4 +101,20 @@ pub(crate) fn check_rows(what: &str, dtype: DType, len_bytes: usize, count: usiz
     }
     let (got, room) = (len_bytes / dtype.size_bytes(), row_bytes / dtype.size_bytes());
     refuse(format!("{what} of {got} elements is not [world, n] = {count} × {room} elements"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn arguments_that_differ_have_different_digests() {
+        let weight = |last: u32| digest([1000, 4096, 32_f64.to_bits(), f64::from(last).to_bits()]);
+        let rows = |rows: u64| digest([rows, 4096]);
+        let different: HashSet<u32> = (1..=20_000).map(weight).chain((1..=20_000).map(rows)).collect();
+        // Of 40,000 random numbers of 32 bits 0.2 pairs are equal.
+        assert!(different.len() >= 39_995, "{}", different.len());
+    }
 }

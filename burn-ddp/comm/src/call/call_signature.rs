@@ -24,6 +24,9 @@ pub struct CallInfo {
     /// A tag that the caller chooses, such as a number of a bucket and step; 0 if there is none. For a `send_recv` with
     /// one other rank, the number of elements that it has room for.
     pub tag: u64,
+    /// Hash of arguments that have no field of their own: lengths of shared buffers, rows of a divided tensor, weights
+    /// of its reduction; 0 if there are none. Calls with a root have none.
+    pub digest: u32,
     /// The group's number in its world, shown by [`GroupId`].
     pub group: u64,
     /// Number of earlier calls on this group; for a call between two ranks, number of earlier calls between these two.
@@ -44,6 +47,7 @@ impl CallInfo {
             len_elems: 0,
             root: None,
             tag: 0,
+            digest: 0,
             group,
             sequence,
             site: site.into(),
@@ -97,6 +101,12 @@ impl CallInfo {
         }
         report(self.len_elems != other.len_elems, "lengths");
         report(self.tag != other.tag, "tags");
+        let hashed = match self.collective {
+            Collective::SharedBuffers => "lengths of buffers",
+            Collective::ReduceScatter => "rows or weights",
+            _ => "rows",
+        };
+        report(self.digest != other.digest, hashed);
         // In a call between two ranks, each names the other.
         report(mine.is_none() && self.root != other.root, "roots");
     }
@@ -257,6 +267,7 @@ mod tests {
             ("lengths", CallInfo { len_elems: 999, ..call.clone() }),
             ("roots", CallInfo { root: Some(0), ..call.clone() }),
             ("tags", CallInfo { tag: 1, ..call.clone() }),
+            ("rows", CallInfo { digest: 1, ..call.clone() }),
         ] {
             assert_eq!(call.differences(&other), [name]);
             assert!(!call.agrees(&other));

@@ -12,6 +12,8 @@ use crate::{DType, Error, ReduceOp, Result};
 pub(crate) mod auto_fabric;
 mod choice;
 mod host_engine;
+mod row_calls;
+mod row_division;
 mod shared_buffer;
 #[cfg(target_os = "linux")]
 pub(crate) mod shm;
@@ -23,6 +25,9 @@ mod unavailable_reason;
 
 pub use self::choice::EngineChoice;
 pub use self::host_engine::{HostEngine, checked_weights};
+pub(crate) use self::row_calls::gather_rows;
+pub use self::row_calls::{PartReduction, gather_rows_into, reduce_rows};
+pub use self::row_division::RowDivision;
 pub use self::shared_buffer::{SharedBuffer, SharedView};
 pub use self::unavailable_reason::Unavailable;
 
@@ -80,7 +85,7 @@ pub trait Engine: Send {
     /// when the receiver has the payload that this rank sent.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()>;
 
-    /// Makes buffers of these lengths, the same on all ranks, for [`all_reduce_shared`](Self::all_reduce_shared).
+    /// Makes buffers of these lengths, the same on all ranks, for the calls whose names end in `_shared`.
     fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
         self.barrier(call)?;
         Ok(lens.iter().map(|len| SharedBuffer::plain(*len)).collect())
@@ -99,6 +104,30 @@ pub trait Engine: Send {
             None => self.all_reduce_weighted(call, dtype, buffer.bytes_mut())?,
         }
         Ok(buffer.view())
+    }
+
+    /// Gathers the parts of all ranks, of which this rank's is `part`. `buffer`, as long as the whole, is room for the
+    /// result; its contents are lost.
+    fn all_gather_shared(
+        &mut self,
+        call: &Call,
+        division: RowDivision,
+        part: &[u8],
+        buffer: &mut SharedBuffer,
+    ) -> Result<SharedView> {
+        gather_rows_into(self, call, division, part, buffer)
+    }
+
+    /// Reduces `buffer` over all ranks and leaves this rank's rows in `part`. Weights are checked, and not all equal.
+    fn reduce_scatter_shared(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        buffer: &mut SharedBuffer,
+        reduction: &PartReduction,
+        part: &mut [u8],
+    ) -> Result<()> {
+        reduce_rows(self, call, (dtype, division), buffer.bytes_mut(), reduction, part)
     }
 
     /// Reduces elements that are in a device's memory; `op` is `None` for the mean weighted by [`Call::weight`].

@@ -7,17 +7,18 @@ use std::sync::Arc;
 #[cfg(target_os = "linux")]
 use super::shm::{ArenaBuffer, ArenaView};
 
-/// One rank's buffer in memory that its group can reduce without copies, made by
+/// One rank's buffer in memory that its group can reduce and gather without copies, made by
 /// [`ProcessGroup::shared_buffers`](crate::ProcessGroup::shared_buffers).
 ///
-/// Holds this rank's input. The result of a reduction is read from a [`SharedView`], not from this buffer.
+/// Holds this rank's input. The result of a call is read from a [`SharedView`], not from this buffer.
 pub struct SharedBuffer {
     memory: Memory,
 }
 
-/// The result of a reduction of [`SharedBuffer`]s, the same on all ranks, read where the engine left it.
+/// The result of a call on [`SharedBuffer`]s, the same on all ranks, read where the engine left it.
 ///
-/// Clones share the same bytes, which never change: while a rank holds a view, reductions of its buffer cost a copy.
+/// Clones share the same bytes, which never change: while a rank holds a view, further results of its buffer cost a
+/// copy.
 #[derive(Clone)]
 pub struct SharedView {
     memory: Viewed,
@@ -93,7 +94,7 @@ impl SharedBuffer {
         }
     }
 
-    /// This rank's input, to be written; aligned for every dtype. Its contents are unspecified after a reduction.
+    /// This rank's input, to be written; aligned for every dtype. Its contents are unspecified after a call.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if let Memory::Plain(words) = &mut self.memory
             && Arc::get_mut(words).is_none()
@@ -105,6 +106,11 @@ impl SharedBuffer {
             #[cfg(target_os = "linux")]
             Memory::Arena(arena) => arena.bytes_mut(),
         }
+    }
+
+    /// True if the memory is this process's own.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self.memory, Memory::Plain(_))
     }
 
     /// The bytes as they are now, for reading only.

@@ -122,14 +122,26 @@ impl CallPath {
         let mut turn = self.turn();
         let Turn { engine, call, sequence, .. } = &mut *turn;
         // In place, field by field, which is cheaper than a new `Call`: every call passes here.
-        let CallInfo { collective, reduce, dtype, len_elems, root, tag, group: _, sequence: number, site, step } =
-            &mut call.info;
+        let CallInfo {
+            collective,
+            reduce,
+            dtype,
+            len_elems,
+            root,
+            tag,
+            digest,
+            group: _,
+            sequence: number,
+            site,
+            step,
+        } = &mut call.info;
         *collective = request.collective;
         *reduce = request.reduce;
         *dtype = request.dtype;
         *len_elems = request.len_elems as u64;
         *root = request.root.map(|root| self.members.world_rank(root));
         *tag = request.tag;
+        *digest = request.digest;
         *number = *sequence;
         *site = request.caller.shown();
         *step = request.caller.step;

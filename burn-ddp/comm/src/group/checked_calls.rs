@@ -3,10 +3,9 @@
 
 use super::CallPath;
 use crate::call::Collective;
-use crate::call::call_arguments::{Caller, Request, check_op, check_rows, check_whole, refuse};
+use crate::call::call_arguments::{Caller, Request, check_op, check_rows, check_whole, digest, refuse};
 use crate::dtype::Element;
-use crate::engine::{OnDevice, checked_weights};
-use crate::reduce::{Reduction, Source, reduce};
+use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl CallPath {
@@ -49,12 +48,9 @@ impl CallPath {
     }
 
     pub(crate) fn shared_buffers(&self, caller: Caller, lens_bytes: &[usize]) -> Result<Vec<SharedBuffer>> {
-        // Ranks compare the tag: lists with the same sum of lengths must not pass for the same list.
-        let tag = lens_bytes.iter().fold(lens_bytes.len() as u64, |hash, len| {
-            (hash ^ *len as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)
-        });
+        let digest = digest(lens_bytes.iter().map(|len| *len as u64));
         let total = lens_bytes.iter().sum();
-        let request = Request { tag, ..Request::elements(Collective::SharedBuffers, DType::U8, total, caller) };
+        let request = Request { digest, ..Request::elements(Collective::SharedBuffers, DType::U8, total, caller) };
         self.call(request, |engine, call| engine.shared_buffers(call, lens_bytes))
     }
 
@@ -136,35 +132,6 @@ impl CallPath {
             check_op(op, dtype)?;
             check_rows("an input", dtype, input.len(), self.size(), output.len())?;
             engine.reduce_scatter(call, dtype, input, output, op)
-        })
-    }
-
-    /// Unequal weights: row `j` of each rank goes to rank `j`, which reduces it.
-    pub(crate) fn reduce_scatter_weighted(
-        &self,
-        caller: Caller,
-        dtype: DType,
-        input: &[u8],
-        output: &mut [u8],
-        (weights, tag): (&[f64], u64),
-    ) -> Result<()> {
-        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
-        self.call(Request { tag: tag ^ digest_of(weights), ..request }, |engine, call| {
-            check_whole(dtype, output.len())?;
-            check_op(ReduceOp::Mean, dtype)?;
-            check_rows("an input", dtype, input.len(), self.size(), output.len())?;
-            if weights.len() != self.size() {
-                return refuse(format!("{} weights for {} ranks", weights.len(), self.size()));
-            }
-            let weights = checked_weights(call, weights)?;
-            if weights.iter().all(|weight| *weight == weights[0]) {
-                return engine.reduce_scatter(call, dtype, input, output, ReduceOp::Mean);
-            }
-            let mut rows = vec![0; input.len()];
-            engine.all_to_all(call, input, &mut rows)?;
-            let row = |rank: usize| Source::Bytes(&rows[rank * output.len()..][..output.len()]);
-            let sources: Vec<Source<'_>> = (0..self.size()).map(row).collect();
-            reduce(dtype, Reduction::Weighted(weights), &sources, output)
         })
     }
 
@@ -282,13 +249,4 @@ impl CallPath {
         }
         outputs
     }
-}
-
-/// Digest of the ranks' weights, compared as a part of the tag. Its lowest and highest bits are 0, since callers tell
-/// their calls apart by these bits of the tag.
-fn digest_of(weights: &[f64]) -> u64 {
-    let mixed = weights.iter().fold(weights.len() as u64, |hash, weight| {
-        (hash ^ weight.to_bits()).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)
-    });
-    mixed >> 24 << 20
 }

@@ -2,30 +2,20 @@
 
 use std::panic::Location;
 
-use super::row_division::RowDivision;
 use super::{CallPath, Pending, ProcessGroup};
 #[cfg(doc)]
 use crate::Error;
-use crate::call::call_arguments::Caller;
-use crate::{DType, ReduceOp, Result};
-
-/// Reduction of a [`reduce_scatter_parts`](ProcessGroup::reduce_scatter_parts).
-#[derive(Clone, Debug, PartialEq)]
-pub enum PartReduction {
-    /// This op, in which all ranks count alike.
-    Op(ReduceOp),
-    /// The mean with these weights, one per rank, as in [`all_reduce_weighted`](ProcessGroup::all_reduce_weighted).
-    Weighted(Vec<f64>),
-}
+use crate::call::call_arguments::{Caller, Request, check_op, digest, refuse};
+use crate::call::{Call, Collective};
+use crate::engine::{Engine, checked_weights, gather_rows, reduce_rows};
+use crate::{DType, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 impl ProcessGroup {
     /// Collects the parts of a divided tensor on every rank, as FSDP gathers parameters.
     ///
     /// Each rank passes its part, the bytes [`division.bytes_of(rank)`](RowDivision::bytes_of) of the whole tensor, and
-    /// `room` of [`division.padded_len_bytes()`](RowDivision::padded_len_bytes); afterwards the first
-    /// [`division.len_bytes()`](RowDivision::len_bytes) of `room` hold the whole tensor. The division is the same on
-    /// all ranks, which compare the length of its parts and the `tag`. Blocks. Costs one step, in which each rank sends
-    /// its part, padded to the longest, to each other rank.
+    /// room for the whole, of [`division.len_bytes()`](RowDivision::len_bytes). The ranks compare the division and the
+    /// `tag`. Blocks. Costs one step, in which each rank sends its part to each other rank.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`] if the division is between another number of ranks, if its
@@ -37,10 +27,10 @@ impl ProcessGroup {
     /// World::spawn(2, |world| {
     ///     let division = RowDivision { rows: 3, row_bytes: 2, world_size: 2 };
     ///     let part = [&[1_u8, 2, 3, 4][..], &[5, 6]][world.rank()]; // two rows, one row
-    ///     let mut room = vec![0; division.padded_len_bytes()];
+    ///     let mut whole = [0; 6];
     ///     let group = world.group()?;
-    ///     group.all_gather_parts(DType::U8, division, part, &mut room, 7)?;
-    ///     assert_eq!(room[..6], [1, 2, 3, 4, 5, 6]);
+    ///     group.all_gather_parts(DType::U8, division, part, &mut whole, 7)?;
+    ///     assert_eq!(whole, [1, 2, 3, 4, 5, 6]);
     ///     let whole = group.all_gather_parts_async(DType::U8, division, part.to_vec(), 7).wait()?;
     ///     assert_eq!(whole, [1, 2, 3, 4, 5, 6]);
     ///     Ok::<_, burn_ddp_comm::Error>(())
@@ -53,11 +43,58 @@ impl ProcessGroup {
         dtype: DType,
         division: RowDivision,
         part: &[u8],
-        room: &mut [u8],
+        whole: &mut [u8],
         tag: u64,
     ) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.all_gather_parts(caller, dtype, division, (part, room), tag)
+        self.calls.all_gather_parts(caller, dtype, division, (part, whole), tag)
+    }
+
+    /// [`all_gather_parts`](Self::all_gather_parts) into a buffer of [`shared_buffers`](Self::shared_buffers).
+    ///
+    /// All ranks pass the buffer of the same index in the same list, made as long as the whole tensor by
+    /// [`SharedBuffer::set_len`]; its contents are lost. Each gets a view of the whole tensor. Between ranks that share
+    /// memory (`shm`, and the machines of `shm+tcp`) each rank copies its part to the one result, which all read in
+    /// place; elsewhere this costs what `all_gather_parts` costs. So it does everywhere, in new memory, while a rank
+    /// holds a view of the buffer's last result.
+    ///
+    /// # Errors
+    /// Those of `all_gather_parts`.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, PartReduction, ReduceOp, RowDivision, World};
+    ///
+    /// World::spawn(2, |world| {
+    ///     let group = world.group()?;
+    ///     let buffer = &mut group.shared_buffers(&[8])?[0]; // as long as the largest tensor
+    ///     let division = RowDivision { rows: 3, row_bytes: 2, world_size: 2 };
+    ///     buffer.set_len(division.len_bytes());
+    ///     let part = [&[1_u8, 2, 3, 4][..], &[5, 6]][world.rank()];
+    ///     let whole = group.all_gather_parts_shared(DType::U8, division, part, buffer, 7)?;
+    ///     assert_eq!(whole[..], [1, 2, 3, 4, 5, 6]);
+    ///
+    ///     buffer.bytes_mut().copy_from_slice(&whole);
+    ///     let sum = PartReduction::Op(ReduceOp::Sum);
+    ///     let part = group.reduce_scatter_parts_shared(DType::U8, division, buffer, &sum, 8)?;
+    ///     assert_eq!(part, [&[2, 4, 6, 8][..], &[10, 12]][world.rank()]);
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_gather_parts_shared(
+        &self,
+        dtype: DType,
+        division: RowDivision,
+        part: &[u8],
+        buffer: &mut SharedBuffer,
+        tag: u64,
+    ) -> Result<SharedView> {
+        let caller = self.in_turn(Location::caller());
+        let lens = (part.len(), buffer.len_bytes());
+        self.calls.gather_divided(caller, (dtype, division), lens, tag, |engine, call| {
+            engine.all_gather_shared(call, division, part, buffer)
+        })
     }
 
     /// Starts an [`all_gather_parts`](Self::all_gather_parts) without blocking; yields the whole tensor.
@@ -74,10 +111,9 @@ impl ProcessGroup {
         tag: u64,
     ) -> Pending<Vec<u8>> {
         self.start(Location::caller(), move |calls, caller| {
-            let mut room = vec![0; division.padded_len_bytes()];
-            calls.all_gather_parts(caller, dtype, division, (&part, &mut room), tag)?;
-            room.truncate(division.len_bytes());
-            Ok(room)
+            let mut whole = vec![0; division.len_bytes()];
+            calls.all_gather_parts(caller, dtype, division, (&part, &mut whole), tag)?;
+            Ok(whole)
         })
     }
 
@@ -85,10 +121,9 @@ impl ProcessGroup {
     ///
     /// Each rank passes its whole tensor, of [`division.len_bytes()`](RowDivision::len_bytes), and gets the bytes
     /// [`division.bytes_of(rank)`](RowDivision::bytes_of) of the all-reduced tensor, with the bits of an all-reduce
-    /// where the engine reduces in host memory. The division, the reduction and its weights are the same on all ranks,
-    /// which compare the length of the parts, the op or the weights, and the `tag`. Blocks. Costs one step, in which
-    /// each rank sends one part to each other rank. If the rows do not divide evenly, or the weights are not equal, it
-    /// also costs memory for a copy of the whole tensor.
+    /// where the engine reduces in host memory. The ranks compare the division, the op or the weights, and the `tag`.
+    /// Blocks. Costs one step, in which each rank sends one part to each other rank. If the rows do not divide evenly,
+    /// or the weights are not equal, it also costs memory for a copy of the whole tensor.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`] if the division is between another number of ranks, if its
@@ -129,6 +164,34 @@ impl ProcessGroup {
         self.calls.reduce_scatter_parts(caller, dtype, division, whole, (reduction, tag))
     }
 
+    /// [`reduce_scatter_parts`](Self::reduce_scatter_parts) of tensors in a buffer of
+    /// [`shared_buffers`](Self::shared_buffers).
+    ///
+    /// All ranks pass the buffer of the same index in the same list, made as long as the whole tensor by
+    /// [`SharedBuffer::set_len`] and then filled; its contents are lost. On `shm` each rank reads its part of all
+    /// buffers in place; on the other engines this costs what `reduce_scatter_parts` costs.
+    ///
+    /// # Errors
+    /// Those of `reduce_scatter_parts`.
+    ///
+    /// # Example
+    ///
+    /// As in [`all_gather_parts_shared`](Self::all_gather_parts_shared).
+    #[track_caller]
+    pub fn reduce_scatter_parts_shared(
+        &self,
+        dtype: DType,
+        division: RowDivision,
+        buffer: &mut SharedBuffer,
+        reduction: &PartReduction,
+        tag: u64,
+    ) -> Result<Vec<u8>> {
+        let (caller, len) = (self.in_turn(Location::caller()), buffer.len_bytes());
+        self.calls.reduce_divided(caller, (dtype, division), len, (reduction, tag), |engine, call, reduction, part| {
+            engine.reduce_scatter_shared(call, (dtype, division), buffer, reduction, part)
+        })
+    }
+
     /// Starts a [`reduce_scatter_parts`](Self::reduce_scatter_parts) without blocking; yields this rank's part.
     ///
     /// # Example
@@ -155,21 +218,13 @@ impl CallPath {
         caller: Caller,
         dtype: DType,
         division: RowDivision,
-        (part, room): (&[u8], &mut [u8]),
+        (part, whole): (&[u8], &mut [u8]),
         tag: u64,
     ) -> Result<()> {
-        division.check(dtype, self.size(), (room.len(), division.padded_len_bytes()))?;
-        let own_bytes = division.bytes_of(self.rank).len();
-        division.check(dtype, self.size(), (part.len(), own_bytes))?;
-        if own_bytes == division.part_bytes() {
-            self.all_gather(caller, dtype, part, room, tag)?;
-        } else {
-            let mut padded = part.to_vec();
-            padded.resize(division.part_bytes(), 0);
-            self.all_gather(caller, dtype, &padded, room, tag)?;
-        }
-        division.close_up(room);
-        Ok(())
+        let lens = (part.len(), whole.len());
+        self.gather_divided(caller, (dtype, division), lens, tag, |engine, call| {
+            gather_rows(engine, call, division, part, whole)
+        })
     }
 
     fn reduce_scatter_parts(
@@ -178,19 +233,57 @@ impl CallPath {
         dtype: DType,
         division: RowDivision,
         whole: &[u8],
-        (reduction, tag): (&PartReduction, u64),
+        request: (&PartReduction, u64),
     ) -> Result<Vec<u8>> {
-        division.check(dtype, self.size(), (whole.len(), division.len_bytes()))?;
-        let padded = (!division.is_even()).then(|| division.padded(whole));
-        let rows = padded.as_deref().unwrap_or(whole);
-        let mut part = vec![0; division.part_bytes()];
-        match reduction {
-            PartReduction::Op(op) => self.reduce_scatter(caller, dtype, rows, &mut part, (*op, tag))?,
-            PartReduction::Weighted(weights) => {
-                self.reduce_scatter_weighted(caller, dtype, rows, &mut part, (weights, tag))?;
+        self.reduce_divided(caller, (dtype, division), whole.len(), request, |engine, call, reduction, part| {
+            reduce_rows(engine, call, (dtype, division), whole, reduction, part)
+        })
+    }
+
+    /// The call in which `gather` gathers the parts of a divided tensor. The buffers are of these lengths.
+    fn gather_divided<R>(
+        &self,
+        caller: Caller,
+        (dtype, division): (DType, RowDivision),
+        (part_bytes, whole_bytes): (usize, usize),
+        tag: u64,
+        gather: impl FnOnce(&mut dyn Engine, &Call) -> Result<R>,
+    ) -> Result<R> {
+        division.check(dtype, self.size(), (whole_bytes, division.len_bytes()))?;
+        division.check(dtype, self.size(), (part_bytes, division.bytes_of(self.rank).len()))?;
+        let request = Request::elements(Collective::AllGather, dtype, division.part_bytes(), caller);
+        self.call(Request { tag, digest: digest(division.words()), ..request }, gather)
+    }
+
+    /// The call in which `reduce` reduces a divided tensor of `whole_bytes`. Returns this rank's part.
+    fn reduce_divided(
+        &self,
+        caller: Caller,
+        (dtype, division): (DType, RowDivision),
+        whole_bytes: usize,
+        (reduction, tag): (&PartReduction, u64),
+        reduce: impl FnOnce(&mut dyn Engine, &Call, &PartReduction, &mut [u8]) -> Result<()>,
+    ) -> Result<Vec<u8>> {
+        division.check(dtype, self.size(), (whole_bytes, division.len_bytes()))?;
+        let (op, weights) = match reduction {
+            PartReduction::Op(op) => (Some(*op), &[][..]),
+            PartReduction::Weighted(weights) => (None, &weights[..]),
+        };
+        let digest = digest(division.words().into_iter().chain(weights.iter().map(|weight| weight.to_bits())));
+        let request = Request::elements(Collective::ReduceScatter, dtype, division.part_bytes(), caller);
+        let mut part = vec![0; division.bytes_of(self.rank).len()];
+        self.call(Request { reduce: op, tag, digest, ..request }, |engine, call| {
+            check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
+            if op.is_some() {
+                return reduce(engine, call, reduction, &mut part);
             }
-        }
-        part.truncate(division.bytes_of(self.rank).len());
+            if weights.len() != self.size() {
+                return refuse(format!("{} weights for {} ranks", weights.len(), self.size()));
+            }
+            let weights = checked_weights(call, weights)?;
+            let equal = weights.iter().all(|weight| *weight == weights[0]).then_some(PartReduction::Op(ReduceOp::Mean));
+            reduce(engine, call, equal.as_ref().unwrap_or(reduction), &mut part)
+        })?;
         Ok(part)
     }
 }

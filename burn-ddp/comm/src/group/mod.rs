@@ -22,18 +22,15 @@ mod objects;
 mod pending_result;
 mod point_to_point;
 mod reductions;
-mod row_division;
 mod shared_buffer_reductions;
 mod split;
 
 use self::async_queue::CallQueue;
 pub(crate) use self::call_path::CallPath;
-pub use self::divided_calls::PartReduction;
 pub use self::objects::MAX_OBJECT_BYTES;
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::objects::decode;
 pub use self::pending_result::Pending;
-pub use self::row_division::RowDivision;
 
 /// Ranks that run collectives together, in the same order. [`World::group`](crate::World::group) makes a group of all
 /// ranks, [`split`](Self::split) one of some ranks.

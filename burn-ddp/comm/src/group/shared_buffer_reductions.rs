@@ -7,7 +7,7 @@ use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl ProcessGroup {
-    /// Makes buffers of these lengths in bytes for [`all_reduce_shared`](Self::all_reduce_shared).
+    /// Makes buffers of these lengths in bytes for the calls whose names end in `_shared`.
     ///
     /// All ranks pass the same lengths; each gets one buffer per length, in this order. Blocks. Costs a
     /// [`barrier`](Self::barrier). Where ranks of one machine share memory (`shm`, `shm+tcp`), they also map a new

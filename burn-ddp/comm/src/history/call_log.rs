@@ -43,7 +43,7 @@ pub(crate) struct Log {
 struct Entry {
     /// Odd while the entry is being written; afterwards twice the number of calls begun until then, its own included.
     version: AtomicU64,
-    /// Codes of the collective, the reduce op and the dtype.
+    /// Codes of the collective, the reduce op and the dtype, and the digest.
     kind: AtomicU64,
     len_elems: AtomicU64,
     root: AtomicU64,
@@ -99,7 +99,7 @@ impl Log {
         ];
         let [collective, reduce, dtype] = codes.map(u64::from);
         for (cell, value) in [
-            (&entry.kind, collective | reduce << 8 | dtype << 16),
+            (&entry.kind, collective | reduce << 8 | dtype << 16 | u64::from(info.digest) << 32),
             (&entry.len_elems, info.len_elems),
             (&entry.root, info.root.map_or(NO_NUMBER, |root| root as u64)),
             (&entry.tag, info.tag),
@@ -203,13 +203,15 @@ impl Log {
     fn copy(&self, entry: &Entry) -> Option<Seen> {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
         let number = |cell: &AtomicU64| Some(read(cell)).filter(|number| *number != NO_NUMBER);
-        let [collective, reduce, dtype, ..] = read(&entry.kind).to_le_bytes();
+        let kind = read(&entry.kind);
+        let [collective, reduce, dtype, ..] = kind.to_le_bytes();
         let info = CallInfo {
             reduce: ReduceOp::from_code(reduce),
             dtype: DType::from_code(dtype),
             len_elems: read(&entry.len_elems),
             root: number(&entry.root).map(|root| root as usize),
             tag: read(&entry.tag),
+            digest: (kind >> 32) as u32,
             step: number(&entry.step),
             ..CallInfo::bare(Collective::from_code(collective)?, self.group, read(&entry.sequence), entry.site.get())
         };
@@ -235,6 +237,7 @@ mod tests {
             len_elems: 3 * sequence,
             root: Some(sequence as usize),
             tag: !sequence,
+            digest: !sequence as u32,
             step: Some(sequence),
             ..CallInfo::bare(Collective::AllReduce, 1, sequence, std::panic::Location::caller())
         };

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use burn_ddp_comm::{DType, PartReduction, ProcessGroup, ReduceOp, RowDivision};
+use burn_ddp_comm::{DType, Error, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedBuffer};
 
-use crate::harness::{Make, WORLDS, groups, refused};
+use crate::harness::{Make, WORLDS, at_once, fatal, groups, refused};
 use crate::reference_values::{Sample, assert_bits, samples};
 
 /// Elements of a row.
@@ -35,11 +35,9 @@ pub fn parts_of_every_division_are_gathered(make: Make) {
             for division in divisions(n) {
                 let whole: Vec<f32> = samples(5, 0, WIDTH * division.rows);
                 let part = bytes(&whole[elements(division, group.rank())]);
-                let mut room = vec![1; division.padded_len_bytes()];
+                let mut room = vec![1; division.len_bytes()];
                 group.all_gather_parts(DType::F32, division, &part, &mut room, 7).unwrap();
-                let gathered = values(&room[..division.len_bytes()]);
-                assert_eq!(gathered.len(), whole.len());
-                assert_bits(&gathered, |index| whole[index], || format!("{division:?}"));
+                assert_bits(&values(&room), |index| whole[index], || format!("{division:?}"));
                 let pending = group.all_gather_parts_async(DType::F32, division, part, 7);
                 assert_bits(&values(&pending.wait().unwrap()), |index| whole[index], || format!("{division:?}, async"));
             }
@@ -47,16 +45,56 @@ pub fn parts_of_every_division_are_gathered(make: Make) {
     }
 }
 
+pub fn parts_are_gathered_in_shared_buffers(make: Make) {
+    for n in WORLDS {
+        groups(make, n, |group| {
+            let most = divisions(n).map(RowDivision::len_bytes).max().unwrap();
+            let mut buffers = group.shared_buffers(&[most, most]).unwrap();
+            let mut views = Vec::new();
+            for (turn, division) in divisions(n).chain(divisions(n)).enumerate() {
+                let whole: Vec<f32> = samples(turn, 0, WIDTH * division.rows);
+                let part = bytes(&whole[elements(division, group.rank())]);
+                // In every third turn rank 0 has a buffer of another index, and after every other one a view.
+                let buffer = &mut buffers[usize::from(turn % 3 == 2 && group.rank() == 0)];
+                buffer.set_len(division.len_bytes());
+                let view = group.all_gather_parts_shared(DType::F32, division, &part, buffer, 7).unwrap();
+                assert_bits(&values(&view), |index| whole[index], || format!("{division:?}, turn {turn}"));
+                views = if turn % 2 == 1 && group.rank() == 0 { vec![(view, whole)] } else { vec![] };
+                group.barrier().unwrap();
+                for (view, whole) in &views {
+                    assert_bits(&values(view), |index| whole[index], || format!("{division:?}, later"));
+                }
+            }
+            drop(views);
+        });
+    }
+}
+
 pub fn parts_of_every_division_are_reduced(make: Make) {
-    fn both(group: &ProcessGroup, division: RowDivision, reduction: PartReduction) -> [Vec<u8>; 2] {
+    /// The parts that each of the calls returns; ranks pass buffers of the same index, and of different ones.
+    fn all(
+        group: &ProcessGroup,
+        buffers: &mut [SharedBuffer],
+        division: RowDivision,
+        reduction: PartReduction,
+    ) -> [Vec<u8>; 4] {
         let whole = bytes(&samples(group.rank(), 0, WIDTH * division.rows));
         let part = group.reduce_scatter_parts(DType::F32, division, &whole, &reduction, 7).unwrap();
+        let shared = [0, usize::from(group.rank() == 0)].map(|index| {
+            let buffer = &mut buffers[index];
+            buffer.set_len(division.len_bytes());
+            buffer.bytes_mut().copy_from_slice(&whole);
+            group.reduce_scatter_parts_shared(DType::F32, division, buffer, &reduction, 7).unwrap()
+        });
         let pending = group.reduce_scatter_parts_async(DType::F32, division, whole, reduction, 7);
-        [part, pending.wait().unwrap()]
+        let [same, different] = shared;
+        [part, same, different, pending.wait().unwrap()]
     }
     for n in WORLDS {
         groups(make, n, |group| {
             let rank = group.rank();
+            let most = divisions(n).map(RowDivision::len_bytes).max().unwrap();
+            let mut buffers = group.shared_buffers(&[most, most]).unwrap();
             for division in divisions(n) {
                 let (mine, equal) = (elements(division, rank), PartReduction::Weighted(vec![2.5; n]));
                 for (op, reduction) in [
@@ -66,7 +104,7 @@ pub fn parts_of_every_division_are_reduced(make: Make) {
                 ] {
                     let samples = |index: usize| -> Vec<f32> { (0..n).map(|rank| f32::sample(rank, index)).collect() };
                     let expected = |index: usize| f32::expected(op, &samples(mine.start + index));
-                    for part in both(group, division, reduction.clone()) {
+                    for part in all(group, &mut buffers, division, reduction.clone()) {
                         assert_eq!(part.len(), 4 * mine.len());
                         assert_bits(&values(&part), expected, || format!("{reduction:?} of {division:?}"));
                     }
@@ -98,5 +136,44 @@ pub fn divisions_that_do_not_fit_are_refused_by_all(make: Make) {
             assert!(refused(gathered).to_string().contains("a buffer of 8 bytes, but the RowDivision has 4"));
             group.barrier().unwrap();
         });
+    }
+}
+
+/// In the first pair of divisions the longest parts are equally long, in the second also the wholes.
+pub fn divisions_that_differ_are_an_error_on_all_ranks(make: Make) {
+    let gather = |group: &ProcessGroup, division: RowDivision| {
+        let (part, mut whole) = (vec![0; division.bytes_of(group.rank()).len()], vec![0; division.len_bytes()]);
+        group.all_gather_parts(DType::F32, division, &part, &mut whole, 0)
+    };
+    let reduce = |group: &ProcessGroup, division: RowDivision| {
+        let (whole, sum) = (vec![0; division.len_bytes()], PartReduction::Op(ReduceOp::Sum));
+        group.reduce_scatter_parts(DType::F32, division, &whole, &sum, 0).map(drop)
+    };
+    let gather_shared = |group: &ProcessGroup, division: RowDivision| {
+        let buffer = &mut group.shared_buffers(&[64])?[0];
+        buffer.set_len(division.len_bytes());
+        let part = vec![0; division.bytes_of(group.rank()).len()];
+        group.all_gather_parts_shared(DType::F32, division, &part, buffer, 0).map(drop)
+    };
+    let reduce_shared = |group: &ProcessGroup, division: RowDivision| {
+        let (buffer, sum) = (&mut group.shared_buffers(&[64])?[0], PartReduction::Op(ReduceOp::Sum));
+        buffer.set_len(division.len_bytes());
+        group.reduce_scatter_parts_shared(DType::F32, division, buffer, &sum, 0).map(drop)
+    };
+    type Call<'a> = &'a (dyn Fn(&ProcessGroup, RowDivision) -> Result<(), Error> + Sync);
+    for call in [&gather as Call, &reduce, &gather_shared, &reduce_shared] {
+        for (usual, odd) in [((6, 4), (5, 4)), ((4, 4), (2, 8))] {
+            let results = at_once(|| {
+                groups(make, 3, |group| {
+                    let (rows, row_bytes) = if group.rank() == 2 { odd } else { usual };
+                    call(group, RowDivision { rows, row_bytes, world_size: 3 })
+                })
+            });
+            for result in results {
+                let error = fatal(result);
+                assert!(matches!(&error, Error::Mismatch { .. }), "{error}");
+                assert!(error.to_string().contains("rows"), "{error}");
+            }
+        }
     }
 }

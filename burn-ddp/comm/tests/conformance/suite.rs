@@ -28,7 +28,9 @@ macro_rules! conformance {
         );
         crate::conformance!($make; divided:
             parts_of_every_division_are_gathered,
+            parts_are_gathered_in_shared_buffers,
             parts_of_every_division_are_reduced,
+            divisions_that_differ_are_an_error_on_all_ranks,
             divisions_that_do_not_fit_are_refused_by_all,
         );
         crate::conformance!($make; agreement:

@@ -25,7 +25,8 @@ impl GradientMemory for Flex {
     }
 
     /// All tensors of a bucket look at the same bytes. The store keeps them too, so that no operation takes a tensor
-    /// for their only owner and writes there: Flex would copy the whole bucket first.
+    /// for their only owner and writes there: Flex would copy the whole bucket first. A gathered parameter is the only
+    /// owner of its bytes, and such an operation copies that parameter.
     fn from_shared(
         bytes: &Arc<Bytes>,
         range: Range<usize>,

@@ -19,8 +19,8 @@ impl GradientMemory for LibTorch {
             }
             let start = tensor.tensor.data_ptr().cast::<u8>();
             // SAFETY: a contiguous tensor on the CPU has `numel` elements of its dtype behind its data pointer, which
-            // is not null for tensors that have elements. `tensor` is alive for as long as `read` runs, and gradients
-            // are never written.
+            // is not null for tensors that have elements. `tensor` is alive for as long as `read` runs, and nothing
+            // writes to a tensor that has another owner.
             let bytes = unsafe { std::slice::from_raw_parts(start, len_bytes) };
             return Ok(read(dtype, bytes));
         }

@@ -101,7 +101,7 @@ fn with_copy<B: Backend, R>(tensor: FloatTensor<B>, read: impl FnOnce(DType, &[u
 }
 
 /// The bytes of `view`, for Burn. Writing to them copies them first.
-pub(super) fn shared_bytes(view: SharedView) -> Arc<Bytes> {
+pub(crate) fn shared_bytes(view: SharedView) -> Arc<Bytes> {
     let bytes = bytes::Bytes::from_owner(view);
     Arc::new(Bytes::from_shared(bytes, AllocationProperty::Other))
 }

@@ -55,25 +55,22 @@ impl GatherCache {
         held.whole.downcast_ref().cloned()
     }
 
-    /// Holds what was gathered for the latest read of a slot, if the slot is read several times and there is room.
-    pub(super) fn offer<T: Clone + Send + 'static>(
-        &mut self,
-        slot: usize,
-        value_id: u64,
-        purpose: Purpose,
-        bytes: usize,
-        whole: &T,
-    ) {
+    /// True if what was gathered for the latest read of a slot is to be [held](Self::hold): the slot is read several
+    /// times, and there is room. Drops what is held of the slot.
+    pub(super) fn wants(&mut self, slot: usize, purpose: Purpose, bytes: usize) -> bool {
         if !matches!(purpose, Purpose::Forward(_) | Purpose::Backward(_)) {
-            return;
+            return false;
         }
         self.drop_held(slot);
-        let reads = &mut self.slots[slot];
+        let reads = &self.slots[slot];
         let again = reads.repeated || reads.forward > 1 || reads.backward > 1;
-        if again && self.held_bytes + bytes <= self.cap_bytes {
-            reads.held = Some(Held { value_id, bytes, whole: Box::new(whole.clone()) });
-            self.held_bytes += bytes;
-        }
+        again && self.held_bytes + bytes <= self.cap_bytes
+    }
+
+    /// Holds what was gathered for the latest read of a slot, of which nothing is held.
+    pub(super) fn hold<T: Clone + Send + 'static>(&mut self, slot: usize, value_id: u64, bytes: usize, whole: &T) {
+        self.slots[slot].held = Some(Held { value_id, bytes, whole: Box::new(whole.clone()) });
+        self.held_bytes += bytes;
     }
 
     /// Drops all held values when a backward has ended, and notes which slots were read several times.
@@ -109,8 +106,8 @@ mod tests {
     /// Reads a value of 100 bytes. Returns true if it had to be gathered.
     fn gathers(cache: &mut GatherCache, slot: usize, value_id: u64, purpose: Purpose) -> bool {
         let held: Option<(usize, u64)> = cache.read(slot, value_id, purpose);
-        if held.is_none() {
-            cache.offer(slot, value_id, purpose, 100, &(slot, value_id));
+        if held.is_none() && cache.wants(slot, purpose, 100) {
+            cache.hold(slot, value_id, 100, &(slot, value_id));
         }
         assert!(held.is_none_or(|held| held == (slot, value_id)));
         held.is_none()

@@ -7,21 +7,25 @@ use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
 use burn::backend::autodiff::checkpoint::state::BackwardStates;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, TensorData, read_sync};
+use burn::tensor::{Shape, TensorData};
 
-use super::shard_group::Purpose;
+use super::shard_group::{Purpose, filled};
 use crate::Result;
+use crate::gradients::{GradientMemory, shared_bytes};
 use crate::intercept::backward_failure::{fail, fail_forward};
 use crate::intercept::wrapped_model::TapHandle;
 use crate::tensor_conversion::burn_dtype;
 
 /// The whole of a slot for a forward without backward.
-pub(in crate::intercept) fn evaluated<B: Backend>(part: FloatTensor<B>, tap: &TapHandle) -> FloatTensor<B> {
+pub(in crate::intercept) fn evaluated<B: GradientMemory>(part: FloatTensor<B>, tap: &TapHandle) -> FloatTensor<B> {
     gathered_for::<B>(tap, part, Purpose::Evaluation)
 }
 
 /// The whole of a slot for a forward, and the number of the read. *Collective*.
-pub(in crate::intercept) fn gathered<B: Backend>(tap: &TapHandle, part: FloatTensor<B>) -> (FloatTensor<B>, usize) {
+pub(in crate::intercept) fn gathered<B: GradientMemory>(
+    tap: &TapHandle,
+    part: FloatTensor<B>,
+) -> (FloatTensor<B>, usize) {
     let read = tap.model.shards().map_or(0, |shards| shards.next_read(tap.slot));
     (gathered_for::<B>(tap, part, Purpose::Forward(read)), read)
 }
@@ -36,7 +40,7 @@ pub(in crate::intercept) struct Regather<B: Backend> {
     pub(in crate::intercept) backend: PhantomData<fn() -> B>,
 }
 
-impl<B: Backend> RetroForward for Regather<B> {
+impl<B: GradientMemory> RetroForward for Regather<B> {
     fn forward(&self, states: &mut BackwardStates, out: NodeId) {
         let part = states.get_state::<FloatTensor<B>>(&self.part);
         states.save(out, gathered_for::<B>(&self.tap, part, Purpose::Backward(self.read)));
@@ -45,7 +49,7 @@ impl<B: Backend> RetroForward for Regather<B> {
 
 /// The whole of a slot. If it cannot be gathered this panics, or, in `Ddp::backward`, notes the error and returns
 /// zeros.
-fn gathered_for<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> FloatTensor<B> {
+fn gathered_for<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> FloatTensor<B> {
     let (device, dims) = (part.device(), Shape::from(tap.model.slots[tap.slot].dims.clone()));
     let dtype = part.dtype();
     match gather::<B>(tap, part, purpose) {
@@ -60,7 +64,7 @@ fn gathered_for<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purp
     }
 }
 
-fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> Result<FloatTensor<B>> {
+fn gather<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> Result<FloatTensor<B>> {
     let TapHandle { model, slot, value_id, .. } = tap;
     let (device, s) = (part.device(), &model.slots[*slot]);
     let Some(shards) = model.shards() else { return Ok(part) };
@@ -68,14 +72,30 @@ fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -
     if let Some(whole) = held.filter(|whole| whole.device() == device) {
         return Ok(whole);
     }
-    let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e:?}", s.path));
-    let data = read_sync(B::float_into_data(part)).map_err(unreadable)?;
-    if data.dtype() != burn_dtype(s.dtype) {
-        let (path, now, was) = (&s.path, data.dtype(), s.dtype);
-        return Err(shards.fault(format!("{path} is {now:?}, but the model was wrapped with {was}: wrap it again")));
+    let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e}", s.path));
+    let read = |dtype, part: &[u8]| {
+        if dtype != burn_dtype(s.dtype) {
+            let (path, was) = (&s.path, s.dtype);
+            let why = format!("{path} is {dtype:?}, but the model was wrapped with {was}: wrap it again");
+            return Err(shards.fault(why));
+        }
+        shards.read(*slot, *value_id, part, purpose)
+    };
+    let view = B::with_bytes(part, read).map_err(unreadable)??;
+    let (shape, dtype) = (Shape::from(s.dims.clone()), burn_dtype(s.dtype));
+    let is_wanted = shards.held().wants(*slot, purpose, s.len_bytes());
+    if B::VIEWS_AVERAGES && !is_wanted {
+        return Ok(B::from_shared(&shared_bytes(view), 0..s.len_bytes(), shape, dtype, &device));
     }
-    let bytes = shards.gather(*slot, *value_id, data.as_bytes(), purpose)?;
-    let whole = B::float_from_data(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype()), &device);
-    shards.held().offer(*slot, *value_id, purpose, s.len_bytes(), &whole);
+    // A copy also where the backend could look at the view: other parameters are gathered while it is held.
+    let bytes = filled(s.dtype.size_bytes(), view.len(), |out| {
+        out.copy_from_slice(&view);
+        Ok(())
+    })?;
+    drop(view);
+    let whole = B::float_from_data(TensorData::from_bytes(bytes, shape, dtype), &device);
+    if is_wanted {
+        shards.held().hold(*slot, *value_id, s.len_bytes(), &whole);
+    }
     Ok(whole)
 }

@@ -31,6 +31,7 @@ pub(crate) use parts_and_wholes::{
     ShardedParameter, cut, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
     tell_peers_of_parts, whole,
 };
+pub(crate) use shard_group::MOST_SHARED_BYTES;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};
 pub(super) use sharded_gradients::ShardedGradients;
 pub(crate) use sums_over_parts::sums_over_parts;

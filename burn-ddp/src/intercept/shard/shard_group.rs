@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Bytes;
-use burn_ddp_comm::{CallInfo, DType, Error as CommError, PartReduction, ProcessGroup, ReduceOp, RowDivision};
+use burn_ddp_comm::{
+    CallInfo, DType, Error as CommError, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedBuffer, SharedView,
+};
 
 use super::gather_cache::GatherCache;
 use crate::gradients::Slot;
@@ -34,6 +36,9 @@ pub(crate) enum Purpose {
 /// Rule that ranks break whose calls differ.
 const IN_STEP: &str = "every rank must read the same parameters of the same copies of the model in the same order, in \
     training and in evaluation, and change copies in the same order";
+
+/// Most bytes of a parameter whose whole is made in the group's buffer. Larger ones take new memory in each call.
+pub(crate) const MOST_SHARED_BYTES: usize = 48 << 20;
 
 /// Bits of a tag after its purpose: number of the read, number of the value, slot.
 const READ_BITS: u32 = 20;
@@ -100,18 +105,23 @@ pub(crate) struct ShardGroup {
     reads_to_compare: Box<[AtomicUsize]>,
     /// Locked by reads, for a moment, and by the last gate.
     held: Mutex<GatherCache>,
+    /// Memory in which parameters become whole, and gradients are reduced.
+    buffer: Mutex<SharedBuffer>,
     meter: Meter,
 }
 
 impl ShardGroup {
-    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>, meter: Meter) -> Self {
+    /// *Collective*.
+    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>, meter: Meter) -> Result<Self> {
         group.hide_from_timeline();
         let of_tags = slots.clone();
         group.explain_tags(move |tag| Some(spoken(tag, &of_tags)));
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
-        let held = Mutex::new(GatherCache::new(sharded));
+        let held = Mutex::new(GatherCache::new(sharded.clone()));
+        let largest = sharded.filter(|bytes| *bytes <= MOST_SHARED_BYTES).max().unwrap_or(0);
+        let buffer = Mutex::new(group.shared_buffers(&[largest])?.remove(0));
         let reads_to_compare = slots.iter().map(|_| AtomicUsize::new(0)).collect();
-        ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare, held, meter }
+        Ok(ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare, held, buffer, meter })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -161,8 +171,20 @@ impl ShardGroup {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gathers the whole of a slot: each rank passes its part of the value with the number `value_id`. *Collective*.
-    pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Bytes> {
+    /// Gathers the whole of a slot for a read: each rank passes its part of the value with the number `value_id`. While
+    /// the view is held, further gathers take new memory. *Collective*.
+    pub(super) fn read(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<SharedView> {
+        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, purpose.tag(slot, value_id));
+        self.check_part(slot, part, division)?;
+        let whole = self.in_buffer(division.len_bytes(), |buffer| {
+            self.group.all_gather_parts_shared(dtype, division, part, buffer, tag).map_err(|e| self.explain(e))
+        })?;
+        self.meter.gathered(whole.len());
+        Ok(whole)
+    }
+
+    /// Gathers the whole of a slot into memory of its own. *Collective*.
+    pub(super) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Bytes> {
         self.gather_as((self.rows(slot), self.slots[slot].dtype), slot, value_id, part, purpose)
     }
 
@@ -176,22 +198,38 @@ impl ShardGroup {
         part: &[u8],
         purpose: Purpose,
     ) -> Result<Bytes> {
-        let expected = division.bytes_of(self.rank()).len();
-        if part.len() != expected {
-            let path = &self.slots[slot].path;
-            return Err(self.fault(format!(
-                "this rank's part of {path} has {} bytes, but {expected} since `wrap`: the parameter was replaced, \
-                for example by a record, or an optimizer's step changed its shape",
-                part.len()
-            )));
-        }
+        self.check_part(slot, part, division)?;
         let tag = purpose.tag(slot, value_id);
-        let gather = |rows: &mut [u8]| {
-            self.group.all_gather_parts(dtype, division, part, rows, tag).map_err(|e| self.explain(e))?;
-            self.meter.gathered(rows.len());
-            Ok(division.len_bytes())
+        let gather = |whole: &mut [u8]| {
+            self.group.all_gather_parts(dtype, division, part, whole, tag).map_err(|e| self.explain(e))?;
+            self.meter.gathered(whole.len());
+            Ok(())
         };
-        filled(dtype.size_bytes(), division.padded_len_bytes(), gather)
+        filled(dtype.size_bytes(), division.len_bytes(), gather)
+    }
+
+    /// Fails unless `part` is as long as this rank's part.
+    fn check_part(&self, slot: usize, part: &[u8], division: RowDivision) -> Result<()> {
+        let expected = division.bytes_of(self.rank()).len();
+        if part.len() == expected {
+            return Ok(());
+        }
+        let path = &self.slots[slot].path;
+        Err(self.fault(format!(
+            "this rank's part of {path} has {} bytes, but {expected} since `wrap`: the parameter was replaced, for \
+            example by a record, or an optimizer's step changed its shape",
+            part.len()
+        )))
+    }
+
+    /// Runs `call` with a buffer of `len_bytes`.
+    fn in_buffer<R>(&self, len_bytes: usize, call: impl FnOnce(&mut SharedBuffer) -> Result<R>) -> Result<R> {
+        if len_bytes > MOST_SHARED_BYTES {
+            return call(&mut SharedBuffer::plain(len_bytes));
+        }
+        let mut buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
+        buffer.set_len(len_bytes);
+        call(&mut buffer)
     }
 
     /// The numbers of each rank, equally many each. *Collective*.
@@ -243,15 +281,23 @@ impl ShardGroup {
         refused.map_err(|e| self.explain(e))
     }
 
-    /// Reduces `whole` over the ranks, to the mean by `weights` (one for each rank) or, without them, to the sum.
-    /// Returns this rank's rows. *Collective*.
-    pub(super) fn reduce(&self, slot: usize, whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
+    /// Reduces the gradient of a slot, which `write` writes, over the ranks: to the mean by `weights` (one for each
+    /// rank) or, without them, to the sum. Returns this rank's rows. *Collective* unless `write` fails.
+    pub(super) fn reduce(
+        &self,
+        slot: usize,
+        weights: Option<&[f64]>,
+        write: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<Vec<u8>> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
-        self.meter.reduced(whole.len());
         let sum = PartReduction::Op(ReduceOp::Sum);
         let reduction = weights.map_or(sum, |weights| PartReduction::Weighted(weights.to_vec()));
-        let part = self.group.reduce_scatter_parts(dtype, division, &whole, &reduction, tag);
-        part.map_err(|e| self.explain(e))
+        self.in_buffer(division.len_bytes(), |buffer| {
+            write(buffer.bytes_mut())?;
+            self.meter.reduced(buffer.len_bytes());
+            let part = self.group.reduce_scatter_parts_shared(dtype, division, buffer, &reduction, tag);
+            part.map_err(|e| self.explain(e))
+        })
     }
 
     /// An error that names this rank.
@@ -281,13 +327,11 @@ impl ShardGroup {
     }
 }
 
-/// `len_bytes` bytes that `fill` writes; it returns how many of them are used. They are aligned for elements of
-/// `elem_bytes`, as Burn would copy the bytes of a `Vec<u8>`.
-fn filled(elem_bytes: usize, len_bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
-    fn of<E: bytemuck::Pod + Send + Sync>(len: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
+/// `len_bytes` bytes that `fill` writes, aligned for elements of `elem_bytes`: Burn would copy a `Vec<u8>`.
+pub(super) fn filled(elem_bytes: usize, len_bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Bytes> {
+    fn of<E: bytemuck::Pod + Send + Sync>(len: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Bytes> {
         let mut elems = vec![E::zeroed(); len / size_of::<E>()];
-        let used = fill(bytemuck::cast_slice_mut(&mut elems))?;
-        elems.truncate(used / size_of::<E>());
+        fill(bytemuck::cast_slice_mut(&mut elems))?;
         Ok(Bytes::from_elems(elems))
     }
     match elem_bytes {

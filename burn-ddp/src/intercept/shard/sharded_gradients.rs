@@ -12,9 +12,9 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::TensorData;
 
 use super::shard_group::ShardGroup;
-use crate::Result;
 use crate::gradients::{Contribution, GradientMemory, MicroBatch, Sum};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
+use crate::{Error, Result};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
@@ -110,17 +110,15 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 shape.to_vec()
             )));
         }
-        let unreadable = |reason| shards.fault(format!("reading the gradient of {}: {reason}", s.path));
         let state = &mut self.slots[slot];
         let mut whole = None;
         match micro_batch.contribution {
             Contribution::Ignored => {}
-            Contribution::Whole => {
-                whole = Some(B::with_bytes(gradient, |_, bytes| bytes.to_vec()).map_err(unreadable)?);
-            }
+            Contribution::Whole => whole = Some(gradient),
             Contribution::Added(weight) => {
                 let sum = state.held.get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
-                B::with_bytes(gradient, |_, bytes| sum.add(s.dtype, bytes, weight)).map_err(unreadable)?;
+                let added = B::with_bytes(gradient, |_, bytes| sum.add(s.dtype, bytes, weight));
+                added.map_err(|reason| unreadable(shards, slot, &reason))?;
             }
         }
         match micro_batch.reducing {
@@ -135,7 +133,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         &mut self,
         shards: &ShardGroup,
         slot: usize,
-        whole: Option<Vec<u8>>,
+        whole: Option<FloatTensor<B>>,
         divisor: f64,
         device: &B::Device,
     ) -> Result<()> {
@@ -148,14 +146,17 @@ impl<B: GradientMemory> ShardedGradients<B> {
         if !agreed.contributes && !agreed.held[slot] {
             return Ok(());
         }
-        let whole = whole.unwrap_or_else(|| {
-            let mut bytes = vec![0; s.len_bytes()];
-            if let Some(sum) = state.held.take() {
-                sum.write(s.dtype, divisor, &mut bytes);
+        let part = shards.reduce(slot, agreed.weights.as_deref(), |out| {
+            if let Some(whole) = whole {
+                let written = B::with_bytes(whole, |_, bytes| out.copy_from_slice(bytes));
+                return written.map_err(|reason| unreadable(shards, slot, &reason));
             }
-            bytes
-        });
-        let part = shards.reduce(slot, whole, agreed.weights.as_deref())?;
+            match state.held.take() {
+                Some(sum) => sum.write(s.dtype, divisor, out),
+                None => out.fill(0),
+            }
+            Ok(())
+        })?;
         let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(s.dtype));
         state.average = Some(B::float_from_data(data, device));
         Ok(())
@@ -193,4 +194,9 @@ impl<B: GradientMemory> ShardedGradients<B> {
         self.end_backward();
         self.slots.iter_mut().for_each(|state| state.held = None);
     }
+}
+
+/// The error of a gradient that its device does not yield.
+fn unreadable(shards: &ShardGroup, slot: usize, reason: &str) -> Error {
+    shards.fault(format!("reading the gradient of {}: {reason}", shards.slot(slot).path))
 }

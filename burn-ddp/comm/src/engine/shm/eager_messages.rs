@@ -216,7 +216,8 @@ impl Announced<'_> {
 
 /// A hash of the arguments that must be equal on all ranks in `round`.
 pub(super) fn fingerprint(info: &CallInfo, stage: u8, round: u64) -> u64 {
-    let root = info.root.map_or(0, |root| root as u64 + 1);
+    // Calls with a root have no digest.
+    let root = info.root.map_or(u64::from(info.digest), |root| root as u64 + 1);
     let kind = u64::from(info.collective.code())
         | u64::from(stage) << 8
         | u64::from(info.reduce.map_or(u8::MAX, ReduceOp::code)) << 16

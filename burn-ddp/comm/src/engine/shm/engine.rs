@@ -9,7 +9,7 @@ use super::rank_cell::Announcement;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
 use crate::engine::{Engine, Incoming, Outgoing};
-use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
+use crate::{DType, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 /// Engine of a rank in a group on one machine.
 pub(in crate::engine) struct ShmEngine {
@@ -183,5 +183,26 @@ impl Engine for ShmEngine {
         op: Option<ReduceOp>,
     ) -> Result<SharedView> {
         self.reduce_shared(call, dtype, buffer, op)
+    }
+
+    fn all_gather_shared(
+        &mut self,
+        call: &Call,
+        division: RowDivision,
+        part: &[u8],
+        buffer: &mut SharedBuffer,
+    ) -> Result<SharedView> {
+        self.gather_shared(call, division, part, buffer)
+    }
+
+    fn reduce_scatter_shared(
+        &mut self,
+        call: &Call,
+        divided: (DType, RowDivision),
+        buffer: &mut SharedBuffer,
+        reduction: &PartReduction,
+        part: &mut [u8],
+    ) -> Result<()> {
+        self.reduce_shared_rows(call, divided, buffer, reduction, part)
     }
 }

@@ -21,9 +21,9 @@ use crate::engine::Unavailable;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
-/// The buffers that the ranks passed to a reduction.
+/// The buffers that the ranks passed to a reduction or a gather.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Passed {
+pub(super) enum Passed {
     /// The same buffer of the group, without a view of its last result.
     Free,
     /// The same buffer of the group, with a view of its last result on some rank.
@@ -116,9 +116,7 @@ impl ShmEngine {
         buffer: &mut SharedBuffer,
         make: impl FnOnce(&mut dyn Parts) -> Result<()>,
     ) -> Result<SharedView> {
-        let note = self.note(buffer);
-        self.announce(call, note)?;
-        let outcome = match (self.passed(note), buffer.as_arena()) {
+        let outcome = match (self.announce_buffer(call, buffer)?, buffer.as_arena()) {
             (Passed::Free, Some(arena)) => self.reduce_in_place_by(call, arena, make),
             (Passed::Viewed, Some(arena)) => self.reduce_aside_by(call, arena, make),
             _ => {
@@ -126,11 +124,7 @@ impl ShmEngine {
                 return Ok(buffer.view());
             }
         };
-        if outcome.is_err() {
-            // Peers may still be reading the input.
-            *buffer = SharedBuffer::plain(buffer.len_bytes());
-        }
-        outcome
+        replace_if_failed(buffer, outcome)
     }
 
     pub(super) fn make_shared(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
@@ -168,19 +162,23 @@ impl ShmEngine {
         buffer: &mut SharedBuffer,
         op: Option<ReduceOp>,
     ) -> Result<SharedView> {
-        let note = self.note(buffer);
-        self.announce(call, note)?;
+        let passed = self.announce_buffer(call, buffer)?;
         self.check_weights(call, op)?;
-        let outcome = match (self.passed(note), buffer.as_arena()) {
+        let outcome = match (passed, buffer.as_arena()) {
             (Passed::Free, Some(arena)) => self.reduce_in_place(call, dtype, arena, op),
             (Passed::Viewed, Some(arena)) => self.reduce_aside(call, dtype, arena, op),
             _ => return self.reduce_plainly(call, dtype, buffer, op),
         };
-        if outcome.is_err() {
-            // Peers may still be reading the input.
-            *buffer = SharedBuffer::plain(buffer.len_bytes());
-        }
-        outcome
+        replace_if_failed(buffer, outcome)
+    }
+
+    /// Announces the call and the buffer, and waits for the announcements of the peers.
+    pub(super) fn announce_buffer(&mut self, call: &Call, buffer: &mut SharedBuffer) -> Result<Passed> {
+        let note = self.note(buffer);
+        // Peers that have heard all ranks may read the input from now on.
+        let announced = self.announce(call, note);
+        replace_if_failed(buffer, announced)?;
+        Ok(self.passed(note))
     }
 
     /// The note that announces `buffer`: its number in the group, or 0, and if this rank has a view of its last result.
@@ -297,4 +295,12 @@ impl ShmEngine {
         self.await_done(call, self.board.peers(), 1)?;
         Ok(result.view())
     }
+}
+
+/// Replaces the buffer of a call that failed: peers may still be reading it, or writing its result.
+pub(super) fn replace_if_failed<R>(buffer: &mut SharedBuffer, outcome: Result<R>) -> Result<R> {
+    if outcome.is_err() {
+        *buffer = SharedBuffer::plain(buffer.len_bytes());
+    }
+    outcome
 }

@@ -17,6 +17,7 @@ mod fabric;
 mod futex;
 mod in_place_buffer;
 mod in_place_reductions;
+mod in_place_rows;
 mod layout;
 #[cfg(all(test, loom))]
 mod loom_machine;

@@ -51,6 +51,24 @@ impl Wire {
         ranks[self.machines.local_rank_of(rank) % ranks.len()]
     }
 
+    /// For each rank of this machine, the ranks whose rows it puts in at a gather: itself, and those of other machines
+    /// that send theirs to it.
+    pub(super) fn rows_by_local_rank(&self) -> Vec<Vec<usize>> {
+        let mut rows: Vec<Vec<usize>> = self.neighbours().iter().map(|rank| vec![*rank]).collect();
+        for rank in (0..self.machines.rank_count()).filter(|rank| self.machines.machine_of(*rank) != self.here) {
+            rows[self.machines.local_rank_of(self.counterpart(self.here, rank))].push(rank);
+        }
+        rows
+    }
+
+    /// Sends this rank's row to one rank of each other machine, and receives the rows that this rank gets.
+    pub(super) fn gather(&mut self, call: &Call, row: &[u8], receives: &mut [Incoming<'_>]) -> Result<()> {
+        let others = (0..self.machines.count()).filter(|machine| *machine != self.here);
+        let to = |machine| Outgoing { peer: self.counterpart(machine, self.me), payload: row };
+        let sends: Vec<_> = others.map(to).collect();
+        self.exchange(call, &sends, receives)
+    }
+
     pub(super) fn exchange(
         &mut self,
         call: &Call,

@@ -8,10 +8,10 @@ use super::between_machines::{Wire, floats};
 use super::schedule::{BroadcastSchedule, ReductionSchedule};
 use crate::call::{Call, Members};
 use crate::engine::shm::{Parts, ShmEngine};
-use crate::engine::{Engine, Incoming, Outgoing, checked_weights};
+use crate::engine::{Engine, Incoming, Outgoing, checked_weights, gather_rows_into};
 use crate::membership::Membership;
 use crate::reduce::{Reduction, Source, reduce};
-use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
+use crate::{DType, Error, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 /// Bytes of a broadcast that a machine passes on while it receives the next.
 const CHAIN_BYTES: usize = 1 << 20;
@@ -255,22 +255,14 @@ impl Engine for TwoLevelEngine {
 
     /// Each rank sends its buffer to one rank of each other machine, which hands it to the ranks of its machine.
     fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()> {
-        let wire = &mut self.wire;
-        self.local.barrier(&call.among(&self.neighbours).at_stage(FIRST))?;
-        outputs[wire.me].copy_from_slice(input);
-        let others = (0..wire.machines.count()).filter(|machine| *machine != wire.here);
-        let sends: Vec<_> =
-            others.map(|machine| Outgoing { peer: wire.counterpart(machine, wire.me), payload: input }).collect();
-        // By local rank: the rank itself, and the ranks of other machines whose buffers it gets.
-        let mut held: Vec<Vec<usize>> = wire.neighbours().iter().map(|rank| vec![*rank]).collect();
-        for rank in (0..outputs.len()).filter(|rank| wire.machines.machine_of(*rank) != wire.here) {
-            held[wire.machines.local_rank_of(wire.counterpart(wire.here, rank))].push(rank);
-        }
-        let local_rank = wire.local_rank();
+        self.local.barrier(&self.inside(call, FIRST))?;
+        let held = self.wire.rows_by_local_rank();
+        let local_rank = self.wire.local_rank();
+        outputs[self.wire.me].copy_from_slice(input);
         let is_mine = |rank: usize| held[local_rank][1..].contains(&rank);
         let rooms = outputs.iter_mut().enumerate().filter(|(rank, _)| is_mine(*rank));
         let mut receives: Vec<_> = rooms.map(|(rank, room)| Incoming::new(rank, room)).collect();
-        wire.exchange(&call.at_stage(FIRST), &sends, &mut receives)?;
+        self.wire.gather(&call.at_stage(FIRST), input, &mut receives)?;
         if held.len() == 1 {
             return Ok(());
         }
@@ -428,5 +420,28 @@ impl Engine for TwoLevelEngine {
         let reduce = |parts: &mut dyn Parts| wire.all_reduce(call, (dtype, op), len, parts, &mut weights);
         let view = self.local.reduce_shared_by(&inside, buffer, reduce)?;
         if op.is_none() { checked_weights(call, &weights).map(|_| view) } else { Ok(view) }
+    }
+
+    /// Rows of other machines arrive in the memory that the ranks of this machine share.
+    fn all_gather_shared(
+        &mut self,
+        call: &Call,
+        division: RowDivision,
+        part: &[u8],
+        buffer: &mut SharedBuffer,
+    ) -> Result<SharedView> {
+        let (inside, wire) = (self.inside(call, FIRST), &mut self.wire);
+        let ranks = wire.rows_by_local_rank().swap_remove(wire.local_rank());
+        let mine: Vec<_> = ranks.iter().map(|rank| division.bytes_of(*rank)).collect();
+        let gathered = self.local.gather_shared_by(&inside, buffer, &mine, |rooms| {
+            rooms[0].copy_from_slice(part);
+            let rooms = ranks.iter().zip(rooms).skip(1);
+            let mut receives: Vec<_> = rooms.map(|(rank, room)| Incoming::new(*rank, room)).collect();
+            wire.gather(&call.at_stage(FIRST), part, &mut receives)
+        })?;
+        match gathered {
+            Some(view) => Ok(view),
+            None => gather_rows_into(self, call, division, part, buffer),
+        }
     }
 }

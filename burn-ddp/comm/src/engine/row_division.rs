@@ -9,15 +9,13 @@ use crate::dtype::DType;
 /// Division of the rows of a tensor between the ranks of a group: each rank's part is a run of rows, in the order of
 /// the ranks. Where the rows do not divide evenly, the first ranks have one more.
 ///
-/// A call moves parts of equal length: shorter parts are padded by one row.
-///
 /// ```
 /// use burn_ddp_comm::RowDivision;
 ///
 /// let division = RowDivision { rows: 5, row_bytes: 8, world_size: 2 };
 /// assert_eq!((division.rows_of(0), division.rows_of(1)), (0..3, 3..5));
 /// assert_eq!(division.bytes_of(1), 24..40);
-/// assert_eq!((division.len_bytes(), division.padded_len_bytes()), (40, 48));
+/// assert_eq!(division.len_bytes(), 40);
 /// assert!(!division.is_even());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,24 +47,24 @@ impl RowDivision {
         self.rows * self.row_bytes
     }
 
-    /// Bytes of the parts of all ranks, each padded to the longest, as a call moves them.
-    pub fn padded_len_bytes(self) -> usize {
-        self.part_bytes() * self.world_size
-    }
-
     /// True if all parts are equally long.
     pub fn is_even(self) -> bool {
         self.rows.is_multiple_of(self.world_size)
     }
 
+    /// The division as numbers, for comparison between ranks.
+    pub(crate) fn words(self) -> [u64; 2] {
+        [self.rows as u64, self.row_bytes as u64]
+    }
+
     /// Bytes of the longest part.
-    pub(super) fn part_bytes(self) -> usize {
+    pub(crate) fn part_bytes(self) -> usize {
         self.rows_of(0).len() * self.row_bytes
     }
 
-    /// Cuts the whole tensor into the padded parts of all ranks, `[world, n]`.
+    /// Cuts the whole tensor into the parts of all ranks, each padded to the longest: `[world, n]`.
     pub(super) fn padded(self, whole: &[u8]) -> Vec<u8> {
-        let mut parts = vec![0; self.padded_len_bytes()];
+        let mut parts = vec![0; self.part_bytes() * self.world_size];
         for rank in 0..self.world_size {
             let (from, to) = (self.bytes_of(rank), rank * self.part_bytes());
             parts[to..to + from.len()].copy_from_slice(&whole[from]);
@@ -74,20 +72,9 @@ impl RowDivision {
         parts
     }
 
-    /// Removes the padding between the parts of all ranks, so that `parts` begins with the whole tensor.
-    pub(super) fn close_up(self, parts: &mut [u8]) {
-        if self.is_even() {
-            return;
-        }
-        for rank in 1..self.world_size {
-            let (to, from) = (self.bytes_of(rank), rank * self.part_bytes());
-            parts.copy_within(from..from + to.len(), to.start);
-        }
-    }
-
     /// Checks that the division is between `ranks` ranks, that its rows are whole elements, and that a buffer has the
     /// expected length.
-    pub(super) fn check(self, dtype: DType, ranks: usize, (len_bytes, expected): (usize, usize)) -> Result<()> {
+    pub(crate) fn check(self, dtype: DType, ranks: usize, (len_bytes, expected): (usize, usize)) -> Result<()> {
         if self.world_size != ranks {
             refuse(format!("a RowDivision between {} ranks, but the group has {ranks}", self.world_size))
         } else if !self.row_bytes.is_multiple_of(dtype.size_bytes()) {
@@ -110,10 +97,12 @@ mod tests {
             for rows in 0..3 * world_size + 2 {
                 let division = RowDivision { rows, row_bytes: 3, world_size };
                 let whole: Vec<u8> = (0..rows * 3).map(|i| i as u8).collect();
-                let mut parts = division.padded(&whole);
+                let parts = division.padded(&whole);
                 assert_eq!(parts.len(), rows.div_ceil(world_size) * 3 * world_size);
-                division.close_up(&mut parts);
-                assert_eq!(parts[..division.len_bytes()], whole);
+                for rank in 0..world_size {
+                    let (from, own) = (rank * division.part_bytes(), &whole[division.bytes_of(rank)]);
+                    assert_eq!(parts[from..][..own.len()], *own);
+                }
                 let lens: Vec<usize> = (0..world_size).map(|rank| division.rows_of(rank).len()).collect();
                 assert_eq!(lens.iter().sum::<usize>(), rows);
                 assert!(lens.iter().all(|len| *len + 1 >= lens[0] && *len <= lens[0]), "{lens:?}");
