@@ -49,7 +49,7 @@ export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
 [ -e libnccl.so.2 ] && export BURN_DDP_NCCL=$PWD/libnccl.so.2
 
 # One file is all programs, by the name under which it is started. These are copies, since a program starts ranks by its own path.
-for program in burnrun burn-ddp-bench mnist nccl_check rank resnet; do
+for program in burnrun burn-ddp-bench gpt mnist nccl_check rank resnet; do
   cmp -s "$program" burn-ddp-gpu-kit || cp -f burn-ddp-gpu-kit "$program"
 done
 
@@ -159,6 +159,7 @@ suite g train-more 90 processes::a_dead processes::a_panic processes::models_tha
 check h timeline 90 "rank 0\] +[0-9]+ +[0-9]|buckets in" bash -c 'rm -f out/timeline.json
   ./burnrun -n 2 --timeline out/timeline.json ./mnist --epochs 1 --summary out/mnist.json &&
   echo "buckets in the timeline: $(grep -o "\"bucket [0-9]*\"" out/timeline.json | wc -l)"'
+check h gpt 90 "rank 0\] +[0-9]+ +[0-9]" ./burnrun -n 2 ./gpt --shard --epochs 1 --summary out/gpt.json
 check h resnet 90 "rank 0\] +[0-9]+ +[0-9]" ./burnrun -n 2 ./resnet --data synthetic --epochs 1 --summary out/resnet.json
 
 {

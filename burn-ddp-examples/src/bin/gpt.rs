@@ -21,7 +21,7 @@ use clap::Parser;
 /// Losses are in nats per byte; accuracy is the share of bytes that are predicted correctly.
 #[derive(Parser, Debug)]
 #[command(version)]
-struct Cli {
+pub(crate) struct Cli {
     #[command(flatten)]
     text: TextArgs,
 }
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-fn run(Cli { text }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { text }: &Cli) -> Result<()> {
     text.check()?;
     trainer::launch(text.options.nproc, |ddp| train_text::run(ddp, text))
 }

@@ -10,7 +10,8 @@
 //!
 //! Exit code 0: all reductions were right. 1: a result was wrong, or something is missing; the message says which. The
 //! times are medians: of an all-reduce by burn-ddp until the device has done it, and of a bare ncclAllReduce on a
-//! blocking communicator, by turns; and how long each call keeps the host.
+//! blocking communicator, by turns; and how long each call keeps the host, of which the messages between the ranks are
+//! one part and a launch by a non-blocking communicator is another.
 //!
 //! With `--fault` the last rank is killed (`kill`), is stopped (`stop`) or sleeps (`lag`) while reductions are on the
 //! devices. Each other rank prints the error and its delay, and how long NCCL's work then stays on its device. Exit
@@ -25,7 +26,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, Error, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
 use burn_ddp_nccl::{
-    Communicator, Decision, Device, DeviceBuffer, DeviceError, DeviceReduce, Driver, Event, HostMemory, Nccl,
+    Communicator, Decision, Device, DeviceBuffer, DeviceElements, DeviceError, Driver, Event, HostMemory, Nccl,
     NcclFabric, NcclOp, Piece, RankInfo, Stream, UniqueId, decide,
 };
 
@@ -193,59 +194,91 @@ const ELEMENTS: [(DType, Encode); 8] = [
     (DType::U8, |x| vec![x as u8]),
 ];
 
-/// Times all-reduces of burn-ddp and of a bare NCCL communicator, by turns.
+/// Times by turns all-reduces of burn-ddp and of two bare NCCL communicators, and the messages between the ranks.
 fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String> {
     let said = |error: Error| error.to_string();
-    let rank = setup.world.rank();
-    let mut id = setup.nccl.unique_id()?.0.to_vec();
-    host.broadcast(&mut id, 0).map_err(said)?;
-    let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
-    let alive = || setup.world.check();
-    let fault = |fault: DeviceError| fault.to_string();
-    let bare = Communicator::init((&setup.nccl, &setup.device), id, (rank, setup.world.world_size()), true, &alive);
-    let bare = Mutex::new(bare.map_err(fault)?);
+    let blocking = Bare::init(setup, host, true)?;
+    let non_blocking = Bare::init(setup, host, false)?;
     for bytes in [MIB, 8 * MIB, 32 * MIB, 128 * MIB] {
         let buffer = setup.upload(&vec![0; bytes])?;
-        let (mut ours, mut theirs, mut call, mut bare_call) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut calls: [Timed; 3] = Default::default();
+        let mut messages = Vec::new();
         // The first rounds connect the ranks.
         for round in 0..rounds + 3 {
+            let measured = [
+                timed(host, || setup.reduce(&buffer, DType::F32, bytes / 4, ReduceOp::Sum))?,
+                timed(host, || blocking.reduce(setup, &buffer))?,
+                timed(host, || non_blocking.reduce(setup, &buffer))?,
+            ];
             host.barrier().map_err(said)?;
             let start = Instant::now();
-            let done = setup.reduce(&buffer, DType::F32, bytes / 4, ReduceOp::Sum)?;
-            let launched = start.elapsed();
-            wait(&done)?;
-            let took = start.elapsed();
-
-            host.barrier().map_err(said)?;
-            let start = Instant::now();
-            // SAFETY: the buffer lives until the event is done.
-            let region = unsafe { buffer.region() };
-            let mut communicator = bare.lock().map_err(|_| "a panic elsewhere")?;
-            let what = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
-            communicator.all_reduce(&setup.stream, &[(region, region)], what, &alive).map_err(fault)?;
-            let done = setup.device.event()?;
-            setup.stream.record(&done)?;
-            let bare_launched = start.elapsed();
-            wait(&done)?;
+            host.all_gather(&[0_i64, 0]).map_err(said)?;
+            host.all_gather(&[0_i64]).map_err(said)?;
+            let exchanged = start.elapsed();
             if round >= 3 {
-                ours.push(took);
-                call.push(launched);
-                theirs.push(start.elapsed());
-                bare_call.push(bare_launched);
+                calls.iter_mut().zip(measured).for_each(|(call, (launched, took))| {
+                    call.host.push(launched);
+                    call.whole.push(took);
+                });
+                messages.push(exchanged);
             }
         }
-        if rank == 0 {
-            let [ours, theirs, call, bare_call] =
-                [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
+        if setup.world.rank() == 0 {
+            let [ours, bare, _] = calls.each_mut().map(|call| median(&mut call.whole));
+            let [host_ours, host_bare, host_non_blocking] = calls.each_mut().map(|call| median(&mut call.host));
             println!(
-                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the \
-                 host {call:.0} us, the bare one {bare_call:.0} us",
+                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {bare:.0} us, ratio {:.3}; host: {host_ours:.0} us, of \
+                 which messages {:.0} us; bare {host_bare:.0} us, bare and non-blocking {host_non_blocking:.0} us",
                 bytes / MIB,
-                ours / theirs
+                ours / bare,
+                median(&mut messages)
             );
         }
     }
     Ok(())
+}
+
+/// Times of one kind of call: until it returned, and until the device had done it.
+#[derive(Default)]
+struct Timed {
+    host: Vec<Duration>,
+    whole: Vec<Duration>,
+}
+
+/// Calls `reduce` on all ranks at once; until it returned, and until the device had done it.
+fn timed(host: &ProcessGroup, reduce: impl FnOnce() -> Result<Event, String>) -> Result<(Duration, Duration), String> {
+    host.barrier().map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    let done = reduce()?;
+    let launched = start.elapsed();
+    wait(&done)?;
+    Ok((launched, start.elapsed()))
+}
+
+/// A communicator of all ranks, used without this crate's engine.
+struct Bare(Mutex<Communicator>);
+
+impl Bare {
+    fn init(setup: &Setup, host: &ProcessGroup, blocking: bool) -> Result<Bare, String> {
+        let mut id = setup.nccl.unique_id()?.0.to_vec();
+        host.broadcast(&mut id, 0).map_err(|error| error.to_string())?;
+        let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
+        let (place, ranks) = ((&setup.nccl, &setup.device), (setup.world.rank(), setup.world.world_size()));
+        let communicator = Communicator::init(place, id, ranks, blocking, &|| setup.world.check());
+        Ok(Bare(Mutex::new(communicator.map_err(|fault| fault.to_string())?)))
+    }
+
+    fn reduce(&self, setup: &Setup, buffer: &DeviceBuffer) -> Result<Event, String> {
+        // SAFETY: the buffer lives until the event is done.
+        let region = unsafe { buffer.region() };
+        let what = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
+        let mut communicator = self.0.lock().map_err(|_| "a panic elsewhere")?;
+        let enqueued = communicator.all_reduce(&setup.stream, &[(region, region)], what, &|| setup.world.check());
+        enqueued.map_err(|fault: DeviceError| fault.to_string())?;
+        let done = setup.device.event()?;
+        setup.stream.record(&done)?;
+        Ok(done)
+    }
 }
 
 /// The last rank meets `cause` half-way through many reductions; the others see an error, and the end of NCCL's work on
@@ -317,16 +350,17 @@ fn wait(done: &Event) -> Result<(), String> {
     Ok(())
 }
 
-fn median(mut times: Vec<Duration>) -> Duration {
+/// In microseconds.
+fn median(times: &mut [Duration]) -> f64 {
     times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
+    times.get(times.len() / 2).copied().unwrap_or_default().as_secs_f64() * 1e6
 }
 
 impl Setup {
-    fn place(&self, buffer: &DeviceBuffer, len_elems: usize) -> DeviceReduce {
-        let pieces = vec![Piece { input: buffer.pointer(), output: buffer.pointer(), len_elems }];
+    fn place(&self, buffer: &DeviceBuffer, len_elems: usize) -> DeviceElements {
+        let pieces = vec![Piece::reduced(buffer.pointer(), buffer.pointer(), len_elems)];
         // SAFETY: all callers wait for the reduction before the buffer goes, and pass no more elements than it has.
-        unsafe { DeviceReduce::new(self.device.ordinal(), pieces, None) }
+        unsafe { DeviceElements::new(self.device.ordinal(), pieces, None) }
     }
 
     fn reduce(&self, buffer: &DeviceBuffer, dtype: DType, len_elems: usize, op: ReduceOp) -> Result<Event, String> {

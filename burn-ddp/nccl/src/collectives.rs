@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use burn_ddp_comm::{DType, ReduceOp};
+use burn_ddp_comm::DType;
 
 use crate::communicator::Communicator;
 use crate::device_and_pinned_memory::Region;
@@ -46,27 +46,37 @@ impl Communicator {
         launched
     }
 
-    /// Reduces `input` over all ranks into `output` of `root`; the outputs of the other ranks are not written.
+    /// For each `(root, input, output)`: reduces `input` over all ranks into `output` of `root`; the outputs of the
+    /// other ranks are not written.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
     pub fn reduce(
         &mut self,
         stream: &Stream,
-        (input, output): (Region, Region),
-        (dtype, op): (DType, ReduceOp),
-        root: usize,
+        pieces: &[(usize, Region, Region)],
+        (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
         self.check_stream(stream)?;
-        self.check_pair(dtype, input, output, 1, 1)?;
-        self.check_rank(root)?;
-        let count = input.len_bytes / dtype.size_bytes();
-        self.grouped("ncclReduce", check, |calls, comm| {
-            let (dtype, op, root) = (dtype_code(dtype), op_code(op), root as c_int);
-            // SAFETY: both regions are memory of this device with room for `count` elements, and the root exists.
-            accepted(unsafe { calls.reduce(at(input), at(output), count, dtype, op, root, comm, stream.raw()) })
-        })
+        for (root, input, output) in pieces {
+            self.check_rank(*root)?;
+            self.check_pair(dtype, *input, *output, 1, 1)?;
+        }
+        let op = self.op(dtype, kind)?;
+        let launched = self.grouped("ncclReduce", check, |calls, comm| {
+            pieces.iter().try_for_each(|(root, input, output)| {
+                let (count, root) = (input.len_bytes / dtype.size_bytes(), *root as c_int);
+                // SAFETY: both regions are memory of this device with room for `count` elements, and the root exists.
+                accepted(unsafe {
+                    calls.reduce(at(*input), at(*output), count, dtype_code(dtype), op, root, comm, stream.raw())
+                })
+            })
+        });
+        if launched.is_ok() {
+            self.release(op, kind);
+        }
+        launched
     }
 
     /// For each `(root, input, output)`: copies `input` of the rank `root` to `output` of all ranks.
@@ -126,18 +136,22 @@ impl Communicator {
         &mut self,
         stream: &Stream,
         (input, output): (Region, Region),
-        (dtype, op): (DType, ReduceOp),
+        (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
         self.check_stream(stream)?;
         self.check_pair(dtype, input, output, self.size(), 1)?;
-        let count = output.len_bytes / dtype.size_bytes();
-        self.grouped("ncclReduceScatter", check, |calls, comm| {
-            let (dtype, op) = (dtype_code(dtype), op_code(op));
+        let op = self.op(dtype, kind)?;
+        let launched = self.grouped("ncclReduceScatter", check, |calls, comm| {
+            let (count, dtype) = (output.len_bytes / dtype.size_bytes(), dtype_code(dtype));
             // SAFETY: the output has room for `count` elements and the input that for each rank, in memory of this
             // device.
             accepted(unsafe { calls.reduce_scatter(at(input), at(output), count, dtype, op, comm, stream.raw()) })
-        })
+        });
+        if launched.is_ok() {
+            self.release(op, kind);
+        }
+        launched
     }
 
     /// Sends each region of `sends` to its rank and fills each of `receives` from its rank, all at the same time. A

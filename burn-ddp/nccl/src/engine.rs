@@ -1,9 +1,10 @@
 //! The engine of one group on one rank.
 //!
-//! NCCL reduces elements in the device's memory. First the ranks exchange small messages over the world's host engine:
+//! NCCL works on elements in the device's memory. First the ranks exchange small messages over the world's host engine:
 //! they compare their calls, learn which rank is missing, and agree on the order of launches. So a rank calls NCCL only
 //! when all ranks do.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use burn_ddp_comm::engine::{Engine, Incoming, OnDevice, Outgoing, gather_rows_into, reduce_rows};
@@ -12,10 +13,11 @@ use burn_ddp_comm::{Call, DType, Error, PartReduction, ReduceOp, Result, RowDivi
 use crate::communicator::Communicator;
 use crate::coordinated_launch::GroupLaunch;
 use crate::device_and_pinned_memory::Region;
-use crate::device_reduce_request::DeviceReduce;
+use crate::device_elements::DeviceElements;
 use crate::error::DeviceError;
 use crate::host_through_device::{HostBytes, HostMemory, ThroughDevice, Work};
-use crate::nccl_op::Part;
+use crate::nccl_op::{NcclOp, Part};
+use crate::poison_free_lock::lock;
 use crate::rank_device_state::RankDevice;
 use crate::stream::Stream;
 use crate::wait::WaitCheck;
@@ -68,8 +70,10 @@ impl Engine for NcclEngine {
         "nccl"
     }
 
+    /// Also ends the communicator, which holds memory of the device.
     fn leave(&mut self) {
         self.group.host.leave();
+        drop(lock(&self.group.communicator).take());
     }
 
     fn barrier(&mut self, call: &Call) -> Result<()> {
@@ -119,22 +123,11 @@ impl Engine for NcclEngine {
         if lens.get(rank) != Some(&input.len()) {
             return refuse(format!("an input of {} bytes for rows of {lens:?}", input.len()));
         }
-        let alike = lens.iter().all(|len| *len == lens[0]);
         self.staged(
             call,
             HostBytes { inputs: &[input], output_bytes: total, empty: total == 0 },
             &mut |communicator, stream, (input, output), check| {
-                if alike {
-                    return communicator.all_gather(stream, input, output, check);
-                }
-                let mut start = 0;
-                let mut copies = Vec::with_capacity(lens.len());
-                for (root, len) in lens.iter().enumerate() {
-                    let row = output.part(start, *len)?;
-                    copies.extend((*len > 0).then_some((root, if root == rank { input } else { row }, row)));
-                    start += len;
-                }
-                communicator.broadcast(stream, &copies, check)
+                gather_rows(communicator, stream, (input, output), &lens, check)
             },
             |mut rows| {
                 for output in outputs {
@@ -161,7 +154,9 @@ impl Engine for NcclEngine {
         self.staged(
             call,
             HostBytes { inputs: &[input], output_bytes: output.len(), empty: input.is_empty() },
-            &mut |communicator, stream, pair, check| communicator.reduce_scatter(stream, pair, (dtype, op), check),
+            &mut |communicator, stream, pair, check| {
+                communicator.reduce_scatter(stream, pair, (dtype, NcclOp::Builtin(op)), check)
+            },
             |row| output.copy_from_slice(row),
         )
     }
@@ -175,7 +170,9 @@ impl Engine for NcclEngine {
         self.staged(
             call,
             HostBytes { inputs: &[&input], output_bytes: len, empty },
-            &mut |communicator, stream, pair, check| communicator.reduce(stream, pair, (dtype, op), root, check),
+            &mut |communicator, stream, (input, output), check| {
+                communicator.reduce(stream, &[(root, input, output)], (dtype, NcclOp::Builtin(op)), check)
+            },
             |output| {
                 if rank == root {
                     buf.copy_from_slice(output);
@@ -293,23 +290,81 @@ impl Engine for NcclEngine {
         reduce_rows(self, call, (dtype, division), buffer.bytes_mut(), reduction, part)
     }
 
-    /// Returns when the reduction is enqueued; [`DeviceReduce::done()`] is then the event recorded behind it. A later
+    /// Returns when the reduction is enqueued; [`DeviceElements::done()`] is then the event recorded behind it. A later
     /// failure on the device ends the world.
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
-        let Some(place) = place.downcast_mut::<DeviceReduce>() else {
-            return refuse("elements for the nccl engine must be in a burn_ddp_nccl::DeviceReduce".to_owned());
-        };
-        place.done = None;
-        let rank_device = self.group.rank_device.clone();
-        let regions = place.regions(rank_device.device.ordinal(), dtype, len_elems)?;
+        let place = own_place(place)?;
+        let regions = place.to_reduce(self.ordinal(), dtype, len_elems)?;
         let weights = self.group.meet(call, place.cut())?;
         let part = Part::of(call, dtype, op, &weights, self.group.rank)?;
+        self.enqueue(call, place, regions.is_empty(), &mut |communicator, stream, check| {
+            all_reduce(communicator, stream, &regions, part, check)
+        })
+    }
+
+    /// Returns when the gather is enqueued, like [`all_reduce_on_device`](Self::all_reduce_on_device).
+    fn all_gather_on_device(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let place = own_place(place)?;
+        let lens: Vec<usize> = (0..self.group.size).map(|rank| division.bytes_of(rank).len()).collect();
+        let bytes = (lens[self.group.rank], division.len_bytes());
+        let (part, whole) = place.to_divide(self.ordinal(), dtype, bytes)?;
+        self.group.meet(call, 0)?;
+        self.enqueue(call, place, whole.len_bytes == 0, &mut |communicator, stream, check| {
+            gather_rows(communicator, stream, (part, whole), &lens, check)
+        })
+    }
+
+    /// Returns when the reduction is enqueued, like [`all_reduce_on_device`](Self::all_reduce_on_device).
+    fn reduce_scatter_on_device(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        reduction: &PartReduction,
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let place = own_place(place)?;
+        let bytes = (division.len_bytes(), division.bytes_of(self.group.rank).len());
+        let (whole, part) = place.to_divide(self.ordinal(), dtype, bytes)?;
+        self.group.meet(call, 0)?;
+        let own = match reduction {
+            PartReduction::Op(op) => Part { dtype, op: NcclOp::Builtin(*op), absent: false },
+            PartReduction::Weighted(weights) => Part::of(call, dtype, None, weights, self.group.rank)?,
+        };
+        self.enqueue(call, place, whole.len_bytes == 0, &mut |communicator, stream, check| {
+            if own.absent {
+                stream.clear(whole)?;
+            }
+            scatter_rows(communicator, stream, (whole, part), division, (dtype, own.op), check)
+        })
+    }
+}
+
+impl NcclEngine {
+    fn ordinal(&self) -> usize {
+        self.group.rank_device.device.ordinal()
+    }
+
+    /// Enqueues `work` behind the event `ready` of `place` and before its event `done`, unless it is empty. All ranks
+    /// have passed [`meet`](GroupLaunch::meet).
+    fn enqueue(
+        &mut self,
+        call: &Call,
+        place: &mut DeviceElements,
+        is_empty: bool,
+        work: &mut dyn FnMut(&mut Communicator, &Stream, WaitCheck<'_>) -> Result<(), DeviceError>,
+    ) -> Result<()> {
+        let rank_device = self.group.rank_device.clone();
         let done = rank_device.device.event().map_err(|why| rank_device.error(DeviceError::Library(why)))?;
-        if !regions.is_empty() {
+        if !is_empty {
             self.group.launch(call, &mut |communicator, stream, check| {
                 place.ready().map_or(Ok(()), |ready| stream.wait(ready))?;
-                all_reduce(communicator, stream, &regions, part, check)?;
+                work(communicator, stream, check)?;
                 Ok(stream.record(&done)?)
             })?;
             let communicator = self.group.communicator.clone();
@@ -318,6 +373,59 @@ impl Engine for NcclEngine {
         place.done = Some(done);
         Ok(())
     }
+}
+
+/// The elements of a call on device memory, not enqueued yet.
+fn own_place(place: &mut dyn Any) -> Result<&mut DeviceElements> {
+    let Some(place) = place.downcast_mut::<DeviceElements>() else {
+        return refuse("elements for the nccl engine must be in a burn_ddp_nccl::DeviceElements".to_owned());
+    };
+    place.done = None;
+    Ok(place)
+}
+
+/// Gathers the rows of all ranks, of these numbers of bytes, into the second region; the first is this rank's row.
+fn gather_rows(
+    communicator: &mut Communicator,
+    stream: &Stream,
+    (row, rows): (Region, Region),
+    lens: &[usize],
+    check: WaitCheck<'_>,
+) -> Result<(), DeviceError> {
+    if lens.iter().all(|len| *len == lens[0]) {
+        return communicator.all_gather(stream, row, rows, check);
+    }
+    let (own, mut start) = (communicator.rank(), 0);
+    let mut copies = Vec::with_capacity(lens.len());
+    for (root, len) in lens.iter().enumerate() {
+        let output = rows.part(start, *len)?;
+        copies.extend((*len > 0).then_some((root, if root == own { row } else { output }, output)));
+        start += len;
+    }
+    communicator.broadcast(stream, &copies, check)
+}
+
+/// Reduces `whole` over all ranks, and writes this rank's rows of the result to `part`.
+fn scatter_rows(
+    communicator: &mut Communicator,
+    stream: &Stream,
+    (whole, part): (Region, Region),
+    division: RowDivision,
+    what: (DType, NcclOp),
+    check: WaitCheck<'_>,
+) -> Result<(), DeviceError> {
+    if division.is_even() {
+        return communicator.reduce_scatter(stream, (whole, part), what, check);
+    }
+    let mut rows = Vec::with_capacity(division.world_size);
+    for root in 0..division.world_size {
+        let range = division.bytes_of(root);
+        let input = whole.part(range.start, range.len())?;
+        // Only the root's output is written.
+        let output = if root == communicator.rank() { part } else { input };
+        rows.extend((!range.is_empty()).then_some((root, input, output)));
+    }
+    communicator.reduce(stream, &rows, what, check)
 }
 
 /// Reduces the first region of each pair into the second. A rank that is `absent` contributes zeros.

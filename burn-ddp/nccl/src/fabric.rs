@@ -56,7 +56,7 @@ impl NcclFabric {
         Ok(NcclFabric { own, rank_device, memory })
     }
 
-    /// The device, which also makes the events for [`DeviceReduce`](crate::DeviceReduce).
+    /// The device, which also makes the events for [`DeviceElements`](crate::DeviceElements).
     pub fn device(&self) -> &Device {
         &self.rank_device.device
     }

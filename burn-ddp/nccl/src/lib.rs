@@ -25,7 +25,7 @@
 //! | what | where |
 //! |---|---|
 //! | entry point: the fabric that makes the groups' engines | [`NcclFabric`], [`HostMemory`] |
-//! | elements on a device, and the events around their reduction | [`DeviceReduce`], [`Piece`] |
+//! | elements on a device, and the events around their collective | [`DeviceElements`], [`Piece`] |
 //! | can all ranks use NCCL? | [`capability()`], [`RankInfo`], [`decide`] |
 //! | devices, streams, events, memory | [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`] |
 //! | communicators and their collectives | [`Communicator`], `collectives.rs`, [`NcclOp`] |
@@ -47,7 +47,7 @@ mod communicator;
 mod coordinated_launch;
 mod device;
 mod device_and_pinned_memory;
-mod device_reduce_request;
+mod device_elements;
 mod dlopen;
 mod engine;
 mod error;
@@ -73,7 +73,7 @@ pub use capability::{Decision, DeviceInfo, RankInfo, capability, decide};
 pub use communicator::Communicator;
 pub use device::Device;
 pub use device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
-pub use device_reduce_request::{DeviceReduce, Piece};
+pub use device_elements::{DeviceElements, Piece};
 pub use driver::Driver;
 pub use error::DeviceError;
 pub use event::Event;

@@ -1,10 +1,10 @@
-//! Gradients that the group's engine reduces in the memory of their device.
+//! Gradients and parameters that the group's engine works on in the memory of their device.
 
 use std::any::Any;
 use std::fmt::Debug;
 use std::time::Duration;
 
-/// Elements of one bucket on loan to the group's engine.
+/// Elements of one collective, such as a bucket's, on loan to the group's engine.
 ///
 /// A loan that is dropped without having been taken back must not free its memory: the device may still use it.
 pub trait DeviceLoan: Any + Send + Debug {

@@ -1,4 +1,4 @@
-//! A device in host memory for tests without a GPU. Flex computes; a thread copies the gradients that it lends to other
+//! A device in host memory for tests without a GPU. Flex computes; a thread copies the tensors that it lends to other
 //! memory some time later. Faults can be injected.
 //!
 //! Its engine adds like the engines between hosts, so results are those of host memory bit by bit ([`install`]). Or it
@@ -17,11 +17,11 @@ use burn::backend::flex::FlexTensor;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_ddp_comm::call::Call;
-use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
+use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing, gather_rows_into, reduce_rows};
 use burn_ddp_comm::membership::Membership;
-use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
+use burn_ddp_comm::{DType as CommDType, Error, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer};
 use burn_ddp_nccl::fake::Machine;
-use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, HostMemory, NcclFabric, Piece, Stream};
+use burn_ddp_nccl::{Device, DeviceBuffer, DeviceElements, HostMemory, NcclFabric, Piece, Stream};
 
 use crate::Ddp;
 use crate::gradients::{DeviceLoan, GradientMemory};
@@ -104,26 +104,28 @@ pub(crate) fn install_gpu(ddp: &Ddp, machine: &Machine) {
 struct FakeLoan {
     place: Place,
     fault: Option<Fault>,
-    tensors: Vec<(Shape, DType)>,
+    /// Number of elements lent.
+    len_elems: usize,
+    results: Vec<(Shape, DType)>,
 }
 
 #[derive(Debug)]
 enum Place {
     Late { answer: Receiver<std::result::Result<Vec<Vec<u8>>, String>>, runs: Option<Runs> },
-    Gpu { reduce: DeviceReduce, buffers: Vec<DeviceBuffer> },
+    Gpu { reduce: DeviceElements, buffers: Vec<DeviceBuffer> },
 }
 
 /// Runs of elements in the memory of the [engine](FakeEngine).
 #[derive(Debug)]
 struct Runs {
     bytes: Vec<Vec<u8>>,
-    reduced: bool,
+    is_done: bool,
     fails: bool,
 }
 
 impl DeviceLoan for FakeLoan {
     fn len_elems(&self) -> usize {
-        self.tensors.iter().map(|(shape, _)| shape.num_elements()).sum()
+        self.len_elems
     }
 
     fn place(&mut self, patience: Duration) -> std::result::Result<&mut dyn Any, String> {
@@ -135,7 +137,7 @@ impl DeviceLoan for FakeLoan {
         match &mut self.place {
             Place::Late { answer, runs } => {
                 let bytes = answer.recv_timeout(patience).map_err(|e| format!("the fake device: {e}"))??;
-                Ok(runs.insert(Runs { bytes, reduced: false, fails: self.fault == Some(Fault::Reduce) }))
+                Ok(runs.insert(Runs { bytes, is_done: false, fails: self.fault == Some(Fault::Reduce) }))
             }
             Place::Gpu { reduce, .. } => Ok(reduce),
         }
@@ -143,44 +145,45 @@ impl DeviceLoan for FakeLoan {
 }
 
 /// [`GradientMemory::lend`] of Flex in tests.
-pub(crate) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn DeviceLoan>, String> {
+pub(crate) fn lend(tensors: Vec<(FlexTensor, Shape)>) -> std::result::Result<Box<dyn DeviceLoan>, String> {
     if fails(Fault::Lend) {
         return Err("the fake device lends nothing".into());
     }
     let faults = [Fault::Place, Fault::Silence, Fault::Reduce, Fault::TakeBack];
     let fault = faults.into_iter().find(|fault| fails(*fault));
-    let shapes = tensors.iter().map(|t| (t.shape(), t.dtype())).collect();
+    let len_elems = tensors.iter().map(|(tensor, _)| tensor.shape().num_elements()).sum();
+    let results = tensors.iter().map(|(tensor, result)| (result.clone(), tensor.dtype())).collect();
     let place = match MEMORY.with_borrow(Clone::clone).ok_or("this rank has no fake device")? {
         Memory::Late => copy_later(tensors),
         Memory::Gpu(gpu) => gpu.copy(tensors)?,
     };
-    Ok(Box::new(FakeLoan { place, fault, tensors: shapes }))
+    Ok(Box::new(FakeLoan { place, fault, len_elems, results }))
 }
 
 /// [`GradientMemory::take_back`] of Flex in tests.
 pub(crate) fn take_back(loan: Box<dyn DeviceLoan>) -> std::result::Result<Vec<FlexTensor>, String> {
     let loan: Box<dyn Any> = loan;
-    let FakeLoan { place, fault, tensors } =
+    let FakeLoan { place, fault, results, .. } =
         *loan.downcast::<FakeLoan>().map_err(|_| "the loan was made by another device")?;
     if fault == Some(Fault::TakeBack) {
         return Err("the fake device gives nothing back".into());
     }
     let bytes = match (place, MEMORY.with_borrow(Clone::clone)) {
-        (Place::Late { runs: Some(Runs { bytes, reduced: true, .. }), .. }, _) => bytes,
+        (Place::Late { runs: Some(Runs { bytes, is_done: true, .. }), .. }, _) => bytes,
         (Place::Gpu { reduce, buffers }, Some(Memory::Gpu(gpu))) => gpu.read_reduced(&reduce, &buffers)?,
         _ => return Err("this was never reduced".into()),
     };
     let tensor = |(bytes, (shape, dtype)): (Vec<u8>, (Shape, DType))| {
         FlexTensor::from_data(TensorData::from_bytes_vec(bytes, shape, dtype))
     };
-    Ok(bytes.into_iter().zip(tensors).map(tensor).collect())
+    Ok(bytes.into_iter().zip(results).map(tensor).collect())
 }
 
-fn copy_later(tensors: Vec<FlexTensor>) -> Place {
+fn copy_later(tensors: Vec<(FlexTensor, Shape)>) -> Place {
     let (answers, answer) = channel();
     std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(1));
-        let bytes = |tensor| Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec());
+        let bytes = |(tensor, _)| Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec());
         let _ = answers.send(tensors.into_iter().map(bytes).collect());
     });
     Place::Late { answer, runs: None }
@@ -188,17 +191,18 @@ fn copy_later(tensors: Vec<FlexTensor>) -> Place {
 
 impl Gpu {
     /// Copies tensors to buffers of the GPU, by kernels that take their time.
-    fn copy(&self, tensors: Vec<FlexTensor>) -> std::result::Result<Place, String> {
+    fn copy(&self, tensors: Vec<(FlexTensor, Shape)>) -> std::result::Result<Place, String> {
         let Gpu { machine, device, stream } = self;
         let (mut buffers, mut pieces) = (Vec::new(), Vec::new());
-        for tensor in tensors {
-            let len_elems = tensor.shape().num_elements();
+        for (tensor, shape) in tensors {
+            let (input_elems, output_elems) = (tensor.shape().num_elements(), shape.num_elements());
+            let (is_reduced, elem_bytes) = (tensor.shape() == shape, tensor.dtype().size());
             let bytes = Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec())?;
-            let (buffer, result) = (device.alloc(bytes.len())?, device.alloc(bytes.len())?);
+            let (buffer, result) = (device.alloc(bytes.len())?, device.alloc(output_elems * elem_bytes)?);
             let (input, other) = (buffer.pointer(), result.pointer());
             // Each second one is not reduced in place.
-            let output = if pieces.len() % 2 == 0 { input } else { other };
-            pieces.push(Piece { input, output, len_elems });
+            let output = if is_reduced && pieces.len() % 2 == 0 { input } else { other };
+            pieces.push(Piece { input, input_elems, output, output_elems });
             machine.launch(stream, move |machine| {
                 std::thread::sleep(Duration::from_millis(1));
                 machine.write(input, &bytes);
@@ -210,14 +214,14 @@ impl Gpu {
         // SAFETY: a stream of this device.
         unsafe { ready.record_on(stream.raw()) }?;
         // SAFETY: on this machine access to what is not allocated is an error, and nothing else.
-        let reduce = unsafe { DeviceReduce::new(device.ordinal(), pieces, Some(ready)) };
+        let reduce = unsafe { DeviceElements::new(device.ordinal(), pieces, Some(ready)) };
         Ok(Place::Gpu { reduce, buffers })
     }
 
     /// Reads results behind the reduction.
     fn read_reduced(
         &self,
-        reduce: &DeviceReduce,
+        reduce: &DeviceElements,
         buffers: &[DeviceBuffer],
     ) -> std::result::Result<Vec<Vec<u8>>, String> {
         let done = reduce.done().ok_or("this was never reduced")?;
@@ -256,6 +260,35 @@ struct FakeEngine {
     count: Arc<AtomicUsize>,
 }
 
+impl FakeEngine {
+    /// The memory of a collective on the device, and what it holds, one tensor behind the other.
+    fn open<'a>(&self, place: &'a mut dyn Any) -> Result<(&'a mut Runs, Vec<u8>)> {
+        let refuse = || Error::Environment { message: "this is not on the fake device".into() };
+        let place = place.downcast_mut::<Runs>().ok_or_else(refuse)?;
+        if place.fails {
+            let peer = self.membership.peers()[self.membership.rank()].clone();
+            return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
+        }
+        let all = place.bytes.concat();
+        Ok((place, all))
+    }
+
+    /// Writes what a collective has made, one tensor of its length behind the other.
+    fn close(&self, place: &mut Runs, lens: &[usize], all: &[u8]) {
+        let mut rest = all;
+        place.bytes = lens
+            .iter()
+            .map(|len| {
+                let (own, others) = rest.split_at(*len);
+                rest = others;
+                own.to_vec()
+            })
+            .collect();
+        place.is_done = true;
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 impl Engine for FakeEngine {
     fn name(&self) -> &'static str {
         NAME
@@ -267,28 +300,43 @@ impl Engine for FakeEngine {
 
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
-        let refuse = |message: &str| Error::Environment { message: message.into() };
-        let place = place.downcast_mut::<Runs>().ok_or_else(|| refuse("this is not on the fake device"))?;
-        if place.fails {
-            let peer = self.membership.peers()[self.membership.rank()].clone();
-            return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
-        }
-        let mut all = place.bytes.concat();
+        let (place, mut all) = self.open(place)?;
         if all.len() != len_elems * dtype.size_bytes() {
-            return Err(refuse("this is another number of elements"));
+            return Err(Error::Environment { message: "this is another number of elements".into() });
         }
         match op {
             Some(op) => self.own.all_reduce(call, dtype, &mut all, op)?,
             None => self.own.all_reduce_weighted(call, dtype, &mut all)?,
         }
-        let mut rest = &all[..];
-        for run in &mut place.bytes {
-            let (mine, others) = rest.split_at(run.len());
-            run.copy_from_slice(mine);
-            rest = others;
-        }
-        place.reduced = true;
-        self.count.fetch_add(1, Ordering::Relaxed);
+        let lens: Vec<usize> = place.bytes.iter().map(Vec::len).collect();
+        self.close(place, &lens, &all);
+        Ok(())
+    }
+
+    fn all_gather_on_device(
+        &mut self,
+        call: &Call,
+        (_, division): (CommDType, RowDivision),
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let (place, part) = self.open(place)?;
+        let whole =
+            gather_rows_into(&mut *self.own, call, division, &part, &mut SharedBuffer::plain(division.len_bytes()))?;
+        self.close(place, &[division.len_bytes()], &whole);
+        Ok(())
+    }
+
+    fn reduce_scatter_on_device(
+        &mut self,
+        call: &Call,
+        (dtype, division): (CommDType, RowDivision),
+        reduction: &PartReduction,
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let (place, whole) = self.open(place)?;
+        let mut part = vec![0; division.bytes_of(call.group_rank()?).len()];
+        reduce_rows(&mut *self.own, call, (dtype, division), &whole, reduction, &mut part)?;
+        self.close(place, &[part.len()], &part);
         Ok(())
     }
 

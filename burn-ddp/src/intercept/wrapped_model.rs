@@ -176,7 +176,8 @@ impl WrappedModel {
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
             *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = None;
             // The last copy of the model is gone. Nodes that it left in graphs may keep this value for long, but they
-            // need no communication thread. If the state is locked, a backward runs, which still needs the thread.
+            // need no communication thread and no group of the parts. If the state is locked, a backward runs, which
+            // still needs them.
             if let Ok(mut state) = self.state.try_lock() {
                 let lost = state.holds_gradients() && self.ddp.is_main() && !std::thread::panicking();
                 if lost && self.ddp.world().check().is_ok() {
@@ -188,6 +189,7 @@ impl WrappedModel {
                     );
                 }
                 state.retire();
+                self.shards().into_iter().for_each(ShardGroup::retire);
             }
         }
     }
@@ -202,10 +204,11 @@ impl WrappedModel {
         WrappedModel { local, is_local, ..self }
     }
 
-    /// The model with the parameters that its settings divide, and the group in which they are gathered.
-    /// *Collective* with such a group.
-    pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>) -> Result<Self> {
-        let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone());
+    /// The model with the parameters that its settings divide, and the group in which they are gathered, if so
+    /// `on_device`. *Collective* with such a group.
+    pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>, on_device: bool) -> Result<Self> {
+        let where_to = (on_device, self.ddp.world().options().timeout);
+        let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone(), where_to);
         let shards = group.map(shards).transpose()?;
         Ok(WrappedModel { divided, shards, ..self })
     }

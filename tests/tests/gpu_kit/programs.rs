@@ -12,6 +12,9 @@ use clap::Parser;
 #[path = "../../../burn-ddp/launch/src/main.rs"]
 mod burnrun;
 #[allow(dead_code)] // its `main`
+#[path = "../../../burn-ddp-examples/src/bin/gpt.rs"]
+mod gpt;
+#[allow(dead_code)]
 #[path = "../../../burn-ddp-examples/src/bin/mnist.rs"]
 mod mnist;
 #[path = "../../../burn-ddp/nccl/examples/nccl_check.rs"]
@@ -24,11 +27,15 @@ mod resnet;
 
 type Program = fn() -> Result<()>;
 
-const PROGRAMS: [(&str, Program); 6] = [
+const PROGRAMS: [(&str, Program); 7] = [
     ("burn-ddp-bench", burn_ddp_bench::main),
     ("burnrun", || {
         burnrun::main();
         Ok(())
+    }),
+    ("gpt", || {
+        log_to_stderr();
+        gpt::run(&gpt::Cli::parse())
     }),
     ("mnist", || {
         log_to_stderr();

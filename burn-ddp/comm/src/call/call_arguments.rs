@@ -62,6 +62,9 @@ impl Request {
     }
 }
 
+/// Word of a [`digest`] that stands for elements in a device's memory.
+pub(crate) const ON_DEVICE: u64 = 1;
+
 /// Hash of arguments that ranks compare only by it.
 pub(crate) fn digest(words: impl IntoIterator<Item = u64>) -> u32 {
     let mix = |hash: u64, word: u64| {

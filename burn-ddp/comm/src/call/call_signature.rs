@@ -25,7 +25,8 @@ pub struct CallInfo {
     /// one other rank, the number of elements that it has room for.
     pub tag: u64,
     /// Hash of arguments that have no field of their own: lengths of shared buffers, rows of a divided tensor, weights
-    /// of its reduction; 0 if there are none. Calls with a root have none.
+    /// of its reduction, and whether the elements are in a device's memory; 0 if there are none. Calls with a root have
+    /// none.
     pub digest: u32,
     /// The group's number in its world, shown by [`GroupId`].
     pub group: u64,
@@ -103,8 +104,9 @@ impl CallInfo {
         report(self.tag != other.tag, "tags");
         let hashed = match self.collective {
             Collective::SharedBuffers => "lengths of buffers",
-            Collective::ReduceScatter => "rows or weights",
-            _ => "rows",
+            Collective::ReduceScatter => "rows, weights or memories (host or device)",
+            Collective::AllGather => "rows or memories (host or device)",
+            _ => "memories (host or device)",
         };
         report(self.digest != other.digest, hashed);
         // In a call between two ranks, each names the other.
@@ -267,7 +269,7 @@ mod tests {
             ("lengths", CallInfo { len_elems: 999, ..call.clone() }),
             ("roots", CallInfo { root: Some(0), ..call.clone() }),
             ("tags", CallInfo { tag: 1, ..call.clone() }),
-            ("rows", CallInfo { digest: 1, ..call.clone() }),
+            ("memories (host or device)", CallInfo { digest: 1, ..call.clone() }),
         ] {
             assert_eq!(call.differences(&other), [name]);
             assert!(!call.agrees(&other));

@@ -136,14 +136,48 @@ pub trait Engine: Send {
     /// [`Error::Environment`] if the engine cannot reach that memory.
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let _ = (call, elements, op);
-        let message = format!("the engine {} reduces in host memory only", self.name());
-        Err(Error::Environment { message })
+        Err(host_memory_only(self.name()))
+    }
+
+    /// Gathers the parts of all ranks in a device's memory: `place` names this rank's part and the memory of the whole.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_on_device`](Self::all_reduce_on_device).
+    fn all_gather_on_device(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let _ = (call, dtype, division, place);
+        Err(host_memory_only(self.name()))
+    }
+
+    /// Reduces a tensor in a device's memory over all ranks and leaves this rank its rows: `place` names the whole
+    /// tensor and the memory of the rows. Weights are checked, and not all equal.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_on_device`](Self::all_reduce_on_device).
+    fn reduce_scatter_on_device(
+        &mut self,
+        call: &Call,
+        (dtype, division): (DType, RowDivision),
+        reduction: &PartReduction,
+        place: &mut dyn Any,
+    ) -> Result<()> {
+        let _ = (call, dtype, division, reduction, place);
+        Err(host_memory_only(self.name()))
     }
 
     /// Closes this rank's side of the group, since the rank has left the world with the group open: no call follows. An
     /// engine implements it if its waits cannot tell from the membership alone that no more bytes of a rank are on
     /// their way. An engine that wraps another passes the call on. Does not block. Calls after the first do nothing.
     fn leave(&mut self) {}
+}
+
+/// Error of an engine that does not reach the memory of devices.
+fn host_memory_only(engine: &str) -> Error {
+    Error::Environment { message: format!("the engine {engine} works in host memory only") }
 }
 
 /// Elements in the memory of a device.

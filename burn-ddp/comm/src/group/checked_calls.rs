@@ -3,7 +3,7 @@
 
 use super::CallPath;
 use crate::call::Collective;
-use crate::call::call_arguments::{Caller, Request, check_op, check_rows, check_whole, digest, refuse};
+use crate::call::call_arguments::{Caller, ON_DEVICE, Request, check_op, check_rows, check_whole, digest, refuse};
 use crate::dtype::Element;
 use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
@@ -99,8 +99,8 @@ impl CallPath {
     ) -> Result<()> {
         let OnDevice { dtype, len_elems, .. } = elements;
         let collective = if op.is_some() { Collective::AllReduce } else { Collective::AllReduceWeighted };
-        let request =
-            Request { reduce: op, dtype: Some(dtype), len_elems, weight, tag, ..Request::bare(collective, caller) };
+        let request = Request { len_elems, digest: digest([ON_DEVICE]), ..Request::bare(collective, caller) };
+        let request = Request { reduce: op, dtype: Some(dtype), weight, tag, ..request };
         self.call(request, |engine, call| {
             check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
             engine.all_reduce_on_device(call, elements, op)

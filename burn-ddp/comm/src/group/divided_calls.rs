@@ -1,11 +1,12 @@
 //! Collectives on tensors whose rows are divided between the ranks, evenly or not.
 
+use std::any::Any;
 use std::panic::Location;
 
 use super::{CallPath, Pending, ProcessGroup};
 #[cfg(doc)]
 use crate::Error;
-use crate::call::call_arguments::{Caller, Request, check_op, digest, refuse};
+use crate::call::call_arguments::{Caller, ON_DEVICE, Request, check_op, digest, refuse};
 use crate::call::{Call, Collective};
 use crate::engine::{Engine, checked_weights, gather_rows, reduce_rows};
 use crate::{DType, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
@@ -91,7 +92,7 @@ impl ProcessGroup {
         tag: u64,
     ) -> Result<SharedView> {
         let caller = self.in_turn(Location::caller());
-        let lens = (part.len(), buffer.len_bytes());
+        let lens = Some((part.len(), buffer.len_bytes()));
         self.calls.gather_divided(caller, (dtype, division), lens, tag, |engine, call| {
             engine.all_gather_shared(call, division, part, buffer)
         })
@@ -186,9 +187,75 @@ impl ProcessGroup {
         reduction: &PartReduction,
         tag: u64,
     ) -> Result<Vec<u8>> {
-        let (caller, len) = (self.in_turn(Location::caller()), buffer.len_bytes());
-        self.calls.reduce_divided(caller, (dtype, division), len, (reduction, tag), |engine, call, reduction, part| {
-            engine.reduce_scatter_shared(call, (dtype, division), buffer, reduction, part)
+        let (caller, len) = (self.in_turn(Location::caller()), Some(buffer.len_bytes()));
+        let (mut part, rank) = (Vec::new(), self.rank());
+        self.calls.reduce_divided(caller, (dtype, division), len, (reduction, tag), |engine, call, reduction| {
+            part.resize(division.bytes_of(rank).len(), 0);
+            engine.reduce_scatter_shared(call, (dtype, division), buffer, reduction, &mut part)
+        })?;
+        Ok(part)
+    }
+
+    /// [`all_gather_parts`](Self::all_gather_parts) in a device's memory, on an engine that reaches it, such as NCCL.
+    ///
+    /// `place` names this rank's part and the memory of the whole tensor, in a type of the engine's own. As in
+    /// [`all_reduce_on_device`](Self::all_reduce_on_device), the engine defines if the result is complete when the call
+    /// returns: NCCL returns once the collective is enqueued on the device. Costs two exchanges of small messages
+    /// between the hosts; then each device sends its part to each other one.
+    ///
+    /// # Errors
+    /// Those of `all_gather_parts`, except for buffers; [`Error::InvalidArgument`] if `place` does not fit the
+    /// division; [`Error::Environment`] if the group's engine works in host memory only, as all engines of this crate
+    /// do.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, PartReduction, ReduceOp, RowDivision, World, WorldOptions};
+    ///
+    /// let mut address = 0x7f00_0000_u64; // stands for the address of elements on a GPU
+    /// let division = RowDivision { rows: 3, row_bytes: 4, world_size: 1 };
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// let error = group.all_gather_parts_on_device(DType::F32, division, &mut address, 0).unwrap_err();
+    /// assert!(error.to_string().contains("works in host memory only"));
+    /// let (group, sum) = (World::solo(WorldOptions::default()).group()?, PartReduction::Op(ReduceOp::Sum));
+    /// assert!(group.reduce_scatter_parts_on_device(DType::F32, division, &mut address, &sum, 0).is_err());
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_gather_parts_on_device(
+        &self,
+        dtype: DType,
+        division: RowDivision,
+        place: &mut dyn Any,
+        tag: u64,
+    ) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.gather_divided(caller, (dtype, division), None, tag, |engine, call| {
+            engine.all_gather_on_device(call, (dtype, division), place)
+        })
+    }
+
+    /// [`reduce_scatter_parts`](Self::reduce_scatter_parts) in a device's memory, on an engine that reaches it: `place`
+    /// names the whole tensor and the memory of this rank's part. Otherwise like
+    /// [`all_gather_parts_on_device`](Self::all_gather_parts_on_device).
+    ///
+    /// # Errors
+    /// Those of `reduce_scatter_parts` and of `all_gather_parts_on_device`.
+    ///
+    /// # Example
+    ///
+    /// As in [`all_gather_parts_on_device`](Self::all_gather_parts_on_device).
+    #[track_caller]
+    pub fn reduce_scatter_parts_on_device(
+        &self,
+        dtype: DType,
+        division: RowDivision,
+        place: &mut dyn Any,
+        reduction: &PartReduction,
+        tag: u64,
+    ) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.reduce_divided(caller, (dtype, division), None, (reduction, tag), |engine, call, reduction| {
+            engine.reduce_scatter_on_device(call, (dtype, division), reduction, place)
         })
     }
 
@@ -221,7 +288,7 @@ impl CallPath {
         (part, whole): (&[u8], &mut [u8]),
         tag: u64,
     ) -> Result<()> {
-        let lens = (part.len(), whole.len());
+        let lens = Some((part.len(), whole.len()));
         self.gather_divided(caller, (dtype, division), lens, tag, |engine, call| {
             gather_rows(engine, call, division, part, whole)
         })
@@ -235,55 +302,63 @@ impl CallPath {
         whole: &[u8],
         request: (&PartReduction, u64),
     ) -> Result<Vec<u8>> {
-        self.reduce_divided(caller, (dtype, division), whole.len(), request, |engine, call, reduction, part| {
-            reduce_rows(engine, call, (dtype, division), whole, reduction, part)
-        })
+        let mut part = Vec::new();
+        self.reduce_divided(caller, (dtype, division), Some(whole.len()), request, |engine, call, reduction| {
+            part.resize(division.bytes_of(self.rank).len(), 0);
+            reduce_rows(engine, call, (dtype, division), whole, reduction, &mut part)
+        })?;
+        Ok(part)
     }
 
-    /// The call in which `gather` gathers the parts of a divided tensor. The buffers are of these lengths.
+    /// The call in which `gather` gathers the parts of a divided tensor. `lens` are the bytes of this rank's part and
+    /// of the room for the whole; `None` in a device's memory, which the engine checks.
     fn gather_divided<R>(
         &self,
         caller: Caller,
         (dtype, division): (DType, RowDivision),
-        (part_bytes, whole_bytes): (usize, usize),
+        lens: Option<(usize, usize)>,
         tag: u64,
         gather: impl FnOnce(&mut dyn Engine, &Call) -> Result<R>,
     ) -> Result<R> {
-        division.check(dtype, self.size(), (whole_bytes, division.len_bytes()))?;
-        division.check(dtype, self.size(), (part_bytes, division.bytes_of(self.rank).len()))?;
+        let (part_bytes, whole_bytes) = lens.unzip();
+        division.check(dtype, self.size(), (whole_bytes.unwrap_or(division.len_bytes()), division.len_bytes()))?;
+        let own = division.bytes_of(self.rank).len();
+        division.check(dtype, self.size(), (part_bytes.unwrap_or(own), own))?;
         let request = Request::elements(Collective::AllGather, dtype, division.part_bytes(), caller);
-        self.call(Request { tag, digest: digest(division.words()), ..request }, gather)
+        let memory = lens.is_none().then_some(ON_DEVICE);
+        self.call(Request { tag, digest: digest(division.words().into_iter().chain(memory)), ..request }, gather)
     }
 
-    /// The call in which `reduce` reduces a divided tensor of `whole_bytes`. Returns this rank's part.
+    /// The call in which `reduce` reduces a divided tensor of `whole_bytes`; `None` in a device's memory, which the
+    /// engine checks.
     fn reduce_divided(
         &self,
         caller: Caller,
         (dtype, division): (DType, RowDivision),
-        whole_bytes: usize,
+        whole_bytes: Option<usize>,
         (reduction, tag): (&PartReduction, u64),
-        reduce: impl FnOnce(&mut dyn Engine, &Call, &PartReduction, &mut [u8]) -> Result<()>,
-    ) -> Result<Vec<u8>> {
-        division.check(dtype, self.size(), (whole_bytes, division.len_bytes()))?;
+        reduce: impl FnOnce(&mut dyn Engine, &Call, &PartReduction) -> Result<()>,
+    ) -> Result<()> {
+        let memory = whole_bytes.is_none().then_some(ON_DEVICE);
+        division.check(dtype, self.size(), (whole_bytes.unwrap_or(division.len_bytes()), division.len_bytes()))?;
         let (op, weights) = match reduction {
             PartReduction::Op(op) => (Some(*op), &[][..]),
             PartReduction::Weighted(weights) => (None, &weights[..]),
         };
-        let digest = digest(division.words().into_iter().chain(weights.iter().map(|weight| weight.to_bits())));
+        let weight_bits = weights.iter().map(|weight| weight.to_bits());
+        let digest = digest(division.words().into_iter().chain(weight_bits).chain(memory));
         let request = Request::elements(Collective::ReduceScatter, dtype, division.part_bytes(), caller);
-        let mut part = vec![0; division.bytes_of(self.rank).len()];
         self.call(Request { reduce: op, tag, digest, ..request }, |engine, call| {
             check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
             if op.is_some() {
-                return reduce(engine, call, reduction, &mut part);
+                return reduce(engine, call, reduction);
             }
             if weights.len() != self.size() {
                 return refuse(format!("{} weights for {} ranks", weights.len(), self.size()));
             }
             let weights = checked_weights(call, weights)?;
             let equal = weights.iter().all(|weight| *weight == weights[0]).then_some(PartReduction::Op(ReduceOp::Mean));
-            reduce(engine, call, equal.as_ref().unwrap_or(reduction), &mut part)
-        })?;
-        Ok(part)
+            reduce(engine, call, equal.as_ref().unwrap_or(reduction))
+        })
     }
 }

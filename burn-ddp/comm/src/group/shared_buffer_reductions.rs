@@ -103,7 +103,7 @@ impl ProcessGroup {
     /// let mut address = 0x7f00_0000; // stands for the address of elements on a GPU
     /// let group = World::solo(WorldOptions::default()).group()?;
     /// let error = group.all_reduce_on_device(elements(&mut address), ReduceOp::Sum, 0).unwrap_err();
-    /// assert!(error.to_string().contains("reduces in host memory only"));
+    /// assert!(error.to_string().contains("works in host memory only"));
     /// let group = World::solo(WorldOptions::default()).group()?;
     /// assert!(group.all_reduce_weighted_on_device(elements(&mut address), 1.0, 0).is_err());
     /// # Ok::<(), burn_ddp_comm::Error>(())

@@ -8,7 +8,7 @@ use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use burn_ddp_nccl::fake::Machine;
-use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
+use burn_ddp_nccl::{Device, DeviceBuffer, DeviceElements, Event, HostMemory, NcclFabric, Piece, Stream};
 
 /// Limit for what must happen without waiting for the deadline of [`patient`].
 pub const AT_ONCE: Duration = Duration::from_secs(10);
@@ -124,17 +124,13 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 /// An in-place reduction of all these buffers as one.
-pub fn place(ordinal: usize, buffers: &[&DeviceBuffer], ready: Option<Event>) -> DeviceReduce {
-    let piece = |buffer: &&DeviceBuffer| Piece {
-        input: buffer.pointer(),
-        output: buffer.pointer(),
-        len_elems: buffer.len_bytes() / 4,
-    };
+pub fn place(ordinal: usize, buffers: &[&DeviceBuffer], ready: Option<Event>) -> DeviceElements {
+    let piece = |buffer: &&DeviceBuffer| Piece::reduced(buffer.pointer(), buffer.pointer(), buffer.len_bytes() / 4);
     // SAFETY: the machine is a fake: access outside an allocation is an error, and harms nothing.
-    unsafe { DeviceReduce::new(ordinal, buffers.iter().map(piece).collect(), ready) }
+    unsafe { DeviceElements::new(ordinal, buffers.iter().map(piece).collect(), ready) }
 }
 
-pub fn all_reduce(group: &ProcessGroup, place: &mut DeviceReduce, len_elems: usize, op: ReduceOp) -> Result<()> {
+pub fn all_reduce(group: &ProcessGroup, place: &mut DeviceElements, len_elems: usize, op: ReduceOp) -> Result<()> {
     group.all_reduce_on_device(OnDevice { dtype: DType::F32, len_elems, place }, op, 0)
 }
 

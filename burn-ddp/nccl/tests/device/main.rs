@@ -3,6 +3,7 @@
 #![allow(missing_docs, unreachable_pub)]
 
 mod common;
+mod divide;
 mod faults;
 mod launch_order;
 mod reduce;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, Error, ReduceOp};
 use burn_ddp_nccl::fake::Machine;
-use burn_ddp_nccl::{DeviceReduce, HostMemory, Piece};
+use burn_ddp_nccl::{DeviceElements, HostMemory, Piece};
 
 use crate::common::{all_reduce, assert_clean, floats, on_devices, patient, place, run};
 
@@ -58,12 +58,12 @@ fn pieces_are_reduced_as_one() {
         rank.compute(&a, vec![own; 5], Duration::ZERO);
         let ready = rank.compute(&b, vec![own * 10.0; 700], Duration::from_millis(1));
         let pieces = vec![
-            Piece { input: a.pointer(), output: a.pointer(), len_elems: 5 },
-            Piece { input: 0, output: 0, len_elems: 0 },
-            Piece { input: b.pointer(), output: c.pointer(), len_elems: 700 },
+            Piece::reduced(a.pointer(), a.pointer(), 5),
+            Piece::reduced(0, 0, 0),
+            Piece::reduced(b.pointer(), c.pointer(), 700),
         ];
         // SAFETY: the buffers live until the end, and are as long as this says.
-        let mut place = unsafe { DeviceReduce::new(rank.rank(), pieces, Some(ready)) };
+        let mut place = unsafe { DeviceElements::new(rank.rank(), pieces, Some(ready)) };
         all_reduce(&group, &mut place, 705, ReduceOp::Mean).unwrap();
         assert_eq!(rank.result(&a, place.done()), [1.0; 5]);
         assert_eq!(rank.result(&c, place.done()), vec![10.0; 700]);
@@ -173,7 +173,7 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
         let mut other = 5_u32;
         let elements = OnDevice { dtype: DType::F32, len_elems: 8, place: &mut other };
         let text = group.all_reduce_on_device(elements, ReduceOp::Sum, 0).unwrap_err().to_string();
-        assert!(text.contains("DeviceReduce"), "{text}");
+        assert!(text.contains("DeviceElements"), "{text}");
         // The group is still usable after these errors.
         let ready = rank.compute(&buffer, vec![2.0; 8], Duration::ZERO);
         let mut place = place(own, &[&buffer], Some(ready));
@@ -249,9 +249,9 @@ fn every_dtype_arrives_as_it_is() {
             (DType::U8, vec![200], vec![144]),
         ] {
             rank.machine.write(buffer.pointer(), &one);
-            let pieces = vec![Piece { input: buffer.pointer(), output: buffer.pointer(), len_elems: 1 }];
+            let pieces = vec![Piece::reduced(buffer.pointer(), buffer.pointer(), 1)];
             // SAFETY: the buffer lives until the end, and has room for any element.
-            let mut place = unsafe { DeviceReduce::new(rank.rank(), pieces, None) };
+            let mut place = unsafe { DeviceElements::new(rank.rank(), pieces, None) };
             group.all_reduce_on_device(OnDevice { dtype, len_elems: 1, place: &mut place }, ReduceOp::Sum, 0).unwrap();
             rank.result(&buffer, place.done());
             assert_eq!(rank.machine.read(buffer.pointer(), one.len()), sum, "{dtype}");

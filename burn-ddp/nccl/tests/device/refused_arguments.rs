@@ -18,14 +18,13 @@ fn a_stream_of_another_device_is_refused() {
         let buffer = device.alloc(16).unwrap();
         // SAFETY: the buffer outlives the only collective that is launched, which is waited for below.
         let region = unsafe { buffer.region() };
-        let (pair, op) = ((region, region), (DType::F32, ReduceOp::Sum));
-        let all_reduced = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
+        let (pair, sum) = ((region, region), (DType::F32, NcclOp::Builtin(ReduceOp::Sum)));
         for result in [
-            communicator.all_reduce(&foreign, &[pair], all_reduced, &alive),
-            communicator.reduce(&foreign, pair, op, 0, &alive),
+            communicator.all_reduce(&foreign, &[pair], sum, &alive),
+            communicator.reduce(&foreign, &[(0, region, region)], sum, &alive),
             communicator.broadcast(&foreign, &[(0, region, region)], &alive),
             communicator.all_gather(&foreign, region, region, &alive),
-            communicator.reduce_scatter(&foreign, pair, op, &alive),
+            communicator.reduce_scatter(&foreign, pair, sum, &alive),
             communicator.exchange(&foreign, &[(0, region)], &[(0, region)], &alive),
             buffer.write(&foreign, &[1; 16], &alive),
             buffer.read(&foreign, 16, &alive).map(drop),
@@ -36,7 +35,7 @@ fn a_stream_of_another_device_is_refused() {
         }
         assert_eq!(machine.launched(0) + machine.launched(1), 0);
         // The communicator is still usable.
-        communicator.all_reduce(&own, &[pair], all_reduced, &alive).unwrap();
+        communicator.all_reduce(&own, &[pair], sum, &alive).unwrap();
         buffer.read(&own, 16, &alive).unwrap();
         assert_eq!(machine.launched(0), 1);
     }

@@ -3,6 +3,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use burn::backend::tensor::FloatTensor;
+#[cfg(feature = "nccl")]
+use burn::tensor::Shape;
 use burn_cubecl::cubecl::client::Client;
 use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous;
@@ -36,7 +38,12 @@ impl GradientMemory for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
+    fn reaches(device: &Self::Device) -> bool {
+        matches!(device, CubeDevice::Cuda(_))
+    }
+
+    #[cfg(feature = "nccl")]
+    fn lend(tensors: Vec<(FloatTensor<Self>, Shape)>) -> Result<Box<dyn DeviceLoan>, String> {
         cuda::lend(tensors)
     }
 

@@ -1,7 +1,7 @@
-//! CUDA: NCCL reduces gradients where they are, on a stream of its own, between two events of cubecl's.
+//! CUDA: NCCL works on gradients and parameters where they are, on a stream of its own, between two events of cubecl's.
 //!
 //! Work on cubecl's streams runs as tasks on the thread that serves the device, behind all earlier launches: one task
-//! finds the gradients and records `ready`; one, after NCCL was launched, makes cubecl's stream wait for `done`. The
+//! finds the tensors and records `ready`; one, after NCCL was launched, makes cubecl's stream wait for `done`. The
 //! host waits for tasks, never for the device. The pieces of a bucket go to NCCL as they are, since gathering them into
 //! one buffer and scattering them again would read and write every gradient twice more, and NCCL reduces several pieces
 //! in one launch.
@@ -15,6 +15,7 @@ use std::time::Duration;
 use burn::backend::TensorMetadata;
 use burn::backend::ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
 use burn::backend::tensor::FloatTensor;
+use burn::tensor::Shape;
 use burn_cubecl::cubecl::__private::Runtime;
 use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::cubecl::device::DeviceId;
@@ -24,7 +25,7 @@ use burn_cubecl::fusion::FusionCubeRuntime;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
-use burn_ddp_nccl::{Device, DeviceReduce, Driver, Event, Piece};
+use burn_ddp_nccl::{Device, DeviceElements, Driver, Event, Piece};
 use burn_fusion::NoOp;
 use burn_fusion::client::GlobalFusionClient;
 use burn_fusion::stream::StreamId;
@@ -59,26 +60,27 @@ impl std::fmt::Debug for Pins {
     }
 }
 
-/// A gradient: its memory, and that of its average.
+/// A tensor: its memory, and that of its result, with their numbers of elements.
 struct Run {
     input: BufferBinding,
+    input_elems: usize,
     output: BufferBinding,
+    output_elems: usize,
     /// Memory of the output and its size, if it must still be allocated.
     fresh: Option<(ManagedMemoryHandle, u64)>,
-    len_elems: usize,
-    len_bytes: usize,
+    elem_bytes: usize,
 }
 
-type Answer = Result<(DeviceReduce, Vec<Box<dyn Any + Send>>), String>;
+type Answer = Result<(DeviceElements, Vec<Box<dyn Any + Send>>), String>;
 
 #[derive(Debug)]
 struct CudaLoan {
     answer: Receiver<Answer>,
-    place: Option<DeviceReduce>,
+    place: Option<DeviceElements>,
     pins: Pins,
-    /// Tensors that hold the averages.
+    /// Tensors that hold the results.
     outputs: Vec<CubeTensor>,
-    /// The stream on which the averages are used.
+    /// The stream on which the results are used.
     home: StreamId,
     device: DeviceId,
     len_elems: usize,
@@ -110,12 +112,13 @@ impl DeviceLoan for CudaLoan {
     }
 }
 
-pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan>, String> {
+pub(super) fn lend(tensors: Vec<(FloatTensor<Cube>, Shape)>) -> Result<Box<dyn DeviceLoan>, String> {
     // The first one launches what fusion has held back; rows may be padded, or in an order that differs between ranks.
     let resolve =
         |tensor: FloatTensor<Cube>| into_contiguous(tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor));
-    let tensors: Vec<CubeTensor> = tensors.into_iter().map(resolve).collect();
-    let Some(first) = tensors.first() else { return Err("a bucket without gradients has nothing to lend".to_owned()) };
+    let tensors: Vec<(CubeTensor, Shape)> =
+        tensors.into_iter().map(|(tensor, result)| (resolve(tensor), result)).collect();
+    let Some((first, _)) = tensors.first() else { return Err("there is nothing to lend".to_owned()) };
     let (client, device) = (first.client.clone(), first.device.clone());
     let CubeDevice::Cuda(cuda) = &device else { return Err(format!("{device:?} is not a CUDA device")) };
     let ordinal = cuda.index;
@@ -124,40 +127,37 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan
     }
     let (ready, home, id) = (event(ordinal)?, StreamId::current(), client.service_id().device);
     let (mut runs, mut outputs, mut total) = (Vec::new(), Vec::new(), 0);
-    for tensor in tensors {
+    for (tensor, result) in tensors {
         if tensor.device != device {
-            return Err(format!("gradients of one model on {:?} and {device:?}", tensor.device));
+            return Err(format!("tensors of one model on {:?} and {device:?}", tensor.device));
         }
         if tensor.qparams.is_some() || tensor.meta.is_tiled() || !tensor.is_contiguous() {
-            return Err("a gradient that is quantized, tiled or not contiguous".to_owned());
+            return Err("a tensor that is quantized, tiled or not contiguous".to_owned());
         }
-        let len_elems = tensor.meta.shape().num_elements();
-        let len_bytes = len_elems * tensor.dtype.size();
-        if len_elems == 0 {
+        let (input_elems, output_elems) = (tensor.meta.shape().num_elements(), result.num_elements());
+        let elem_bytes = tensor.dtype.size();
+        let is_reduced = *tensor.meta.shape() == result;
+        if is_reduced && input_elems == 0 {
             outputs.push(tensor);
             continue;
         }
-        total += len_elems;
+        total += input_elems;
         // In place only if the memory is of this stream, which waits for NCCL, and no other tensor shares it.
-        let in_place = tensor.handle.can_mut() && tensor.handle.stream == home;
+        let in_place = is_reduced && tensor.handle.can_mut() && tensor.handle.stream == home;
         let input = tensor.handle.clone().binding();
         let (output, fresh) = if in_place {
             outputs.push(tensor);
             (input.clone(), None)
         } else {
-            let handle = Handle::new(client.service_id(), home, len_bytes as u64);
-            let fresh = Some((handle.memory.clone(), len_bytes as u64));
+            let len_bytes = (output_elems * elem_bytes) as u64;
+            let handle = Handle::new(client.service_id(), home, len_bytes);
+            let fresh = Some((handle.memory.clone(), len_bytes));
             let binding = handle.clone().binding();
-            outputs.push(CubeTensor::new_contiguous(
-                client.clone(),
-                device.clone(),
-                tensor.shape(),
-                handle,
-                tensor.dtype,
-            ));
+            let dtype = tensor.dtype;
+            outputs.push(CubeTensor::new_contiguous(client.clone(), device.clone(), result, handle, dtype));
             (binding, fresh)
         };
-        runs.push(Run { input, output, fresh, len_elems, len_bytes });
+        runs.push(Run { input, input_elems, output, output_elems, fresh, elem_bytes });
     }
     let (answers, answer) = channel();
     let server = DeviceHandle::<CudaServer>::new(id);
@@ -171,7 +171,7 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan
 }
 
 /// Finds the memory of all runs. Runs on the thread that serves the device, behind the launches that write the
-/// gradients.
+/// tensors.
 fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Event, ordinal: usize) -> Answer {
     let mut pieces = Vec::with_capacity(runs.len());
     let mut pins: Vec<Box<dyn Any + Send>> = Vec::with_capacity(2 * runs.len());
@@ -179,21 +179,23 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
         if let Some((memory, len_bytes)) = &run.fresh {
             server.initialize_memory(memory.clone(), *len_bytes, home).map_err(|e| format!("{e}"))?;
         }
-        let mut pin = |binding: &BufferBinding| {
+        let mut pin = |binding: &BufferBinding, len_elems: usize| {
             // On its own stream: to resolve it on another one takes a place in a queue of 8, which then waits for the
             // device.
             let resource = server.get_resource(binding.clone(), binding.stream).map_err(|e| format!("{e}"))?;
             let (pointer, room) = (resource.resource().ptr, resource.resource().size);
             pins.push(Box::new(resource));
-            if room < run.len_bytes as u64 {
-                return Err(format!("a gradient of {} bytes in memory of {room}", run.len_bytes));
+            let len_bytes = len_elems * run.elem_bytes;
+            if room < len_bytes as u64 {
+                return Err(format!("a tensor of {len_bytes} bytes in memory of {room}"));
             }
             Ok(pointer)
         };
-        let (input, output) = (pin(&run.input)?, pin(&run.output)?);
-        pieces.push(Piece { input, output, len_elems: run.len_elems });
+        let Run { input_elems, output_elems, .. } = *run;
+        let (input, output) = (pin(&run.input, input_elems)?, pin(&run.output, output_elems)?);
+        pieces.push(Piece { input, input_elems, output, output_elems });
     }
-    // `resolve` makes the stream `home` wait for the other streams that compute the gradients.
+    // `resolve` makes the stream `home` wait for the other streams that compute the tensors.
     let inputs = runs.iter().map(|run| &run.input);
     let mut streams = server.write_streams().resolve(home, inputs).map_err(|e| format!("{e}"))?;
     let stream = streams.current().sys;
@@ -202,8 +204,8 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
     unsafe { ready.record_on(stream.cast()) }?;
     // SAFETY: each piece is memory of this device, pinned, of at least its length, checked above; each output is one
     // that no other tensor shares, or fresh. cubecl uses it again only behind the wait of `take_back`, or never, see
-    // `Pins`.
-    let place = unsafe { DeviceReduce::new(ordinal, pieces, Some(ready)) };
+    // `Pins`. What a rank of weight 0 lends to a scatter are zeros already.
+    let place = unsafe { DeviceElements::new(ordinal, pieces, Some(ready)) };
     Ok((place, pins))
 }
 
@@ -211,7 +213,7 @@ pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cub
     let lent: Box<dyn Any> = lent;
     let lent = lent.downcast::<CudaLoan>().map_err(|_| "the loan was made by another device")?;
     let CudaLoan { place, pins, outputs, home, device, .. } = *lent;
-    let Some(done) = place.as_ref().and_then(DeviceReduce::done).cloned() else {
+    let Some(done) = place.as_ref().and_then(DeviceElements::done).cloned() else {
         return Err("NCCL was not launched on the loan".to_owned());
     };
     let results: Vec<BufferBinding> = outputs.iter().map(|output| output.handle.clone().binding()).collect();
@@ -220,7 +222,7 @@ pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cub
         // What uses the memory again from now on is behind NCCL.
         Ok(()) => pins.release(),
         Err(reason) => {
-            // Reads of the averages return this error; the memory is never used again.
+            // Reads of the results return this error; the memory is never used again.
             let error = ServerError::Generic { reason, backtrace: Default::default() };
             server.write_streams().taint(error, results.iter());
             drop(pins);

@@ -71,19 +71,26 @@ pub trait GradientMemory: Backend {
         Self::float_from_data(data, device)
     }
 
-    /// Lends the elements of `tensors`, which are on one device, to an engine that reduces them there. Operations
-    /// launched before may not have run yet; nothing waits for them.
+    /// True if [`lend`](Self::lend) reaches the memory of `device`.
+    fn reaches(device: &Self::Device) -> bool {
+        let _ = device;
+        false
+    }
+
+    /// Lends the elements of `tensors`, which are on one device, to an engine that works on them there. Each comes with
+    /// the shape of its result: its own, unless the engine gathers or scatters. Operations launched before may not have
+    /// run yet; nothing waits for them.
     ///
     /// # Errors
     ///
     /// An error if no engine reaches the memory of this backend or device.
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
+    fn lend(tensors: Vec<(FloatTensor<Self>, Shape)>) -> Result<Box<dyn DeviceLoan>, String> {
         drop(tensors);
         Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
     }
 
-    /// Returns the tensors after the engine has worked on their loan. Operations launched on them from now on run after
-    /// the reduction, for which nothing waits here.
+    /// Returns the results after the engine has worked on their loan. Operations launched on them from now on run after
+    /// that work, for which nothing waits here.
     ///
     /// # Errors
     ///

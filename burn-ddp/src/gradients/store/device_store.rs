@@ -147,7 +147,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         }
         let mut tensors = Vec::with_capacity(bucket.slots.len());
         for &slot in &bucket.slots {
-            tensors.push(self.gradients[slot].take().map_or_else(|| self.zeros(slot), own));
+            let gradient = self.gradients[slot].take().map_or_else(|| self.zeros(slot), own);
+            let shape = gradient.shape();
+            tensors.push((gradient, shape));
         }
         B::lend(tensors).map(Some).map_err(|e| format!("gradients were not lent on their device: {e}"))
     }

@@ -9,9 +9,10 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, TensorData};
 
-use super::shard_group::{Purpose, filled};
+use super::device_call::on_device;
+use super::shard_group::{Purpose, ShardGroup, filled};
 use crate::Result;
-use crate::gradients::{GradientMemory, shared_bytes};
+use crate::gradients::{DeviceLoan, GradientMemory, shared_bytes};
 use crate::intercept::backward_failure::{fail, fail_forward};
 use crate::intercept::wrapped_model::TapHandle;
 use crate::tensor_conversion::burn_dtype;
@@ -72,30 +73,55 @@ fn gather<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Pur
     if let Some(whole) = held.filter(|whole| whole.device() == device) {
         return Ok(whole);
     }
-    let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e}", s.path));
-    let read = |dtype, part: &[u8]| {
-        if dtype != burn_dtype(s.dtype) {
-            let (path, was) = (&s.path, s.dtype);
-            let why = format!("{path} is {dtype:?}, but the model was wrapped with {was}: wrap it again");
-            return Err(shards.fault(why));
-        }
-        shards.read(*slot, *value_id, part, purpose)
-    };
-    let view = B::with_bytes(part, read).map_err(unreadable)??;
-    let (shape, dtype) = (Shape::from(s.dims.clone()), burn_dtype(s.dtype));
-    let is_wanted = shards.held().wants(*slot, purpose, s.len_bytes());
-    if B::VIEWS_AVERAGES && !is_wanted {
-        return Ok(B::from_shared(&shared_bytes(view), 0..s.len_bytes(), shape, dtype, &device));
+    if part.dtype() != burn_dtype(s.dtype) {
+        let (path, dtype, was) = (&s.path, part.dtype(), s.dtype);
+        let why = format!("{path} is {dtype:?}, but the model was wrapped with {was}: wrap it again");
+        return Err(shards.fault(why));
     }
-    // A copy also where the backend could look at the view: other parameters are gathered while it is held.
-    let bytes = filled(s.dtype.size_bytes(), view.len(), |out| {
-        out.copy_from_slice(&view);
-        Ok(())
-    })?;
-    drop(view);
-    let whole = B::float_from_data(TensorData::from_bytes(bytes, shape, dtype), &device);
+    let is_wanted = shards.held().wants(*slot, purpose, s.len_bytes());
+    let whole = match shards.on_device && B::reaches(&device) {
+        true => gather_on_device::<B>(shards, (*slot, *value_id), part, purpose),
+        false => gather_in_host_memory::<B>(shards, (*slot, *value_id), part, purpose, is_wanted),
+    }?;
     if is_wanted {
         shards.held().hold(*slot, *value_id, s.len_bytes(), &whole);
     }
     Ok(whole)
+}
+
+fn gather_on_device<B: GradientMemory>(
+    shards: &ShardGroup,
+    (slot, value_id): (usize, u64),
+    part: FloatTensor<B>,
+    purpose: Purpose,
+) -> Result<FloatTensor<B>> {
+    let s = shards.slot(slot);
+    let gather = |loan: &mut dyn DeviceLoan| shards.read_on_device(slot, value_id, loan, purpose);
+    on_device::<B>(part, Shape::from(s.dims.clone()), gather, |e| {
+        shards.fault(format!("gathering {} on its device failed: {e}", s.path))
+    })
+}
+
+/// The result is a copy if it is kept for further reads, also where the backend could look at the group's memory: other
+/// parameters are gathered there meanwhile.
+fn gather_in_host_memory<B: GradientMemory>(
+    shards: &ShardGroup,
+    (slot, value_id): (usize, u64),
+    part: FloatTensor<B>,
+    purpose: Purpose,
+    is_kept: bool,
+) -> Result<FloatTensor<B>> {
+    let (device, s) = (part.device(), shards.slot(slot));
+    let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e}", s.path));
+    let read = |_, part: &[u8]| shards.read(slot, value_id, part, purpose);
+    let view = B::with_bytes(part, read).map_err(unreadable)??;
+    let (shape, dtype) = (Shape::from(s.dims.clone()), burn_dtype(s.dtype));
+    if B::VIEWS_AVERAGES && !is_kept {
+        return Ok(B::from_shared(&shared_bytes(view), 0..s.len_bytes(), shape, dtype, &device));
+    }
+    let bytes = filled(s.dtype.size_bytes(), view.len(), |out| {
+        out.copy_from_slice(&view);
+        Ok(())
+    })?;
+    Ok(B::float_from_data(TensorData::from_bytes(bytes, shape, dtype), &device))
 }

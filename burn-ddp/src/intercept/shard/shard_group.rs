@@ -1,8 +1,10 @@
 //! The collectives of the parts of one wrapped model, in one group: tagged, so that calls that do not belong together
 //! are an error, and never exchange data.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
 
 use burn::tensor::Bytes;
 use burn_ddp_comm::{
@@ -10,7 +12,7 @@ use burn_ddp_comm::{
 };
 
 use super::gather_cache::GatherCache;
-use crate::gradients::Slot;
+use crate::gradients::{DeviceLoan, Slot};
 use crate::telemetry::step_meter::Meter;
 use crate::{Error, Result};
 
@@ -95,9 +97,19 @@ fn spoken(tag: u64, slots: &[Slot]) -> String {
     }
 }
 
+/// The mean by `weights` or, without them, the sum.
+fn reduction_of(weights: Option<&[f64]>) -> PartReduction {
+    weights.map_or(PartReduction::Op(ReduceOp::Sum), |weights| PartReduction::Weighted(weights.to_vec()))
+}
+
 /// The group of one wrapped model in which parts become wholes, and gradients become averages of parts.
 pub(crate) struct ShardGroup {
-    group: ProcessGroup,
+    /// `None` once no copy of the model is left.
+    group: RwLock<Option<Arc<ProcessGroup>>>,
+    /// The group's number, the world ranks in it, and this rank's place among them.
+    id: u64,
+    ranks: Vec<usize>,
+    rank: usize,
     slots: Arc<[Slot]>,
     /// Reads since the last backward.
     reads: AtomicUsize,
@@ -105,27 +117,72 @@ pub(crate) struct ShardGroup {
     reads_to_compare: Box<[AtomicUsize]>,
     /// Locked by reads, for a moment, and by the last gate.
     held: Mutex<GatherCache>,
-    /// Memory in which parameters become whole, and gradients are reduced.
+    /// True if parameters become whole, and gradients are reduced, in the memory of their device.
+    pub(super) on_device: bool,
+    /// Longest time for which a device may not answer.
+    patience: Duration,
+    /// Memory of the host in which parameters become whole, and gradients are reduced, unless they do on their device.
     buffer: Mutex<SharedBuffer>,
     meter: Meter,
 }
 
 impl ShardGroup {
     /// *Collective*.
-    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>, meter: Meter) -> Result<Self> {
+    pub(crate) fn new(
+        group: ProcessGroup,
+        slots: Arc<[Slot]>,
+        meter: Meter,
+        (on_device, patience): (bool, Duration),
+    ) -> Result<Self> {
         group.hide_from_timeline();
         let of_tags = slots.clone();
         group.explain_tags(move |tag| Some(spoken(tag, &of_tags)));
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
         let held = Mutex::new(GatherCache::new(sharded.clone()));
-        let largest = sharded.filter(|bytes| *bytes <= MOST_SHARED_BYTES).max().unwrap_or(0);
+        let largest = sharded.filter(|bytes| !on_device && *bytes <= MOST_SHARED_BYTES).max().unwrap_or(0);
         let buffer = Mutex::new(group.shared_buffers(&[largest])?.remove(0));
         let reads_to_compare = slots.iter().map(|_| AtomicUsize::new(0)).collect();
-        Ok(ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare, held, buffer, meter })
+        let reads = AtomicUsize::new(0);
+        let (id, ranks, rank) = (group.id(), group.ranks().to_vec(), group.rank());
+        let group = RwLock::new(Some(Arc::new(group)));
+        Ok(ShardGroup {
+            group,
+            id,
+            ranks,
+            rank,
+            slots,
+            reads,
+            reads_to_compare,
+            held,
+            on_device,
+            patience,
+            buffer,
+            meter,
+        })
+    }
+
+    /// Closes the group and frees its memory, when no copy of the model is left: graphs may keep this value for long. A
+    /// call that is under way goes on.
+    pub(crate) fn retire(&self) {
+        let group = self.group.write().unwrap_or_else(PoisonError::into_inner).take();
+        drop(group);
+        self.held().forget();
+        if let Ok(mut buffer) = self.buffer.try_lock() {
+            *buffer = SharedBuffer::plain(0);
+        }
+    }
+
+    /// Makes a call on the group.
+    fn call<R>(&self, call: impl FnOnce(&ProcessGroup) -> burn_ddp_comm::Result<R>) -> Result<R> {
+        let group = self.group.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(group) = group else {
+            return Err(self.fault("no copy of the wrapped model is left, so its parts cannot be gathered".to_owned()));
+        };
+        call(&group).map_err(|error| self.explain(error))
     }
 
     pub(crate) fn rank(&self) -> usize {
-        self.group.rank()
+        self.rank
     }
 
     /// The whole parameter of a slot.
@@ -137,7 +194,7 @@ impl ShardGroup {
     pub(crate) fn rows(&self, slot: usize) -> RowDivision {
         let s = &self.slots[slot];
         let row_bytes = s.len_bytes() / s.dims[0];
-        RowDivision { rows: s.dims[0], row_bytes, world_size: self.group.world_size() }
+        RowDivision { rows: s.dims[0], row_bytes, world_size: self.ranks.len() }
     }
 
     /// Shape of this rank's part of a slot.
@@ -175,9 +232,9 @@ impl ShardGroup {
     /// the view is held, further gathers take new memory. *Collective*.
     pub(super) fn read(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<SharedView> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, purpose.tag(slot, value_id));
-        self.check_part(slot, part, division)?;
+        self.check_part(slot, part.len(), division)?;
         let whole = self.in_buffer(division.len_bytes(), |buffer| {
-            self.group.all_gather_parts_shared(dtype, division, part, buffer, tag).map_err(|e| self.explain(e))
+            self.call(|group| group.all_gather_parts_shared(dtype, division, part, buffer, tag))
         })?;
         self.meter.gathered(whole.len());
         Ok(whole)
@@ -198,27 +255,49 @@ impl ShardGroup {
         part: &[u8],
         purpose: Purpose,
     ) -> Result<Bytes> {
-        self.check_part(slot, part, division)?;
+        self.check_part(slot, part.len(), division)?;
         let tag = purpose.tag(slot, value_id);
         let gather = |whole: &mut [u8]| {
-            self.group.all_gather_parts(dtype, division, part, whole, tag).map_err(|e| self.explain(e))?;
+            self.call(|group| group.all_gather_parts(dtype, division, part, whole, tag))?;
             self.meter.gathered(whole.len());
             Ok(())
         };
         filled(dtype.size_bytes(), division.len_bytes(), gather)
     }
 
-    /// Fails unless `part` is as long as this rank's part.
-    fn check_part(&self, slot: usize, part: &[u8], division: RowDivision) -> Result<()> {
+    /// Gathers the whole of a slot on its device, like [`read`](Self::read): the loan is of this rank's part.
+    /// *Collective* unless the device fails.
+    pub(super) fn read_on_device(
+        &self,
+        slot: usize,
+        value_id: u64,
+        loan: &mut dyn DeviceLoan,
+        purpose: Purpose,
+    ) -> Result<()> {
+        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, purpose.tag(slot, value_id));
+        self.check_part(slot, loan.len_elems() * dtype.size_bytes(), division)?;
+        let place = self.place(slot, loan)?;
+        self.call(|group| group.all_gather_parts_on_device(dtype, division, place, tag))?;
+        self.meter.gathered(division.len_bytes());
+        Ok(())
+    }
+
+    /// The place of a loan, for the engine.
+    fn place<'a>(&self, slot: usize, loan: &'a mut dyn DeviceLoan) -> Result<&'a mut dyn Any> {
+        let path = &self.slots[slot].path;
+        loan.place(self.patience).map_err(|e| self.fault(format!("{path} was not lent on its device: {e}")))
+    }
+
+    /// Fails unless this rank's part has `len_bytes`.
+    fn check_part(&self, slot: usize, len_bytes: usize, division: RowDivision) -> Result<()> {
         let expected = division.bytes_of(self.rank()).len();
-        if part.len() == expected {
+        if len_bytes == expected {
             return Ok(());
         }
         let path = &self.slots[slot].path;
         Err(self.fault(format!(
-            "this rank's part of {path} has {} bytes, but {expected} since `wrap`: the parameter was replaced, for \
-            example by a record, or an optimizer's step changed its shape",
-            part.len()
+            "this rank's part of {path} has {len_bytes} bytes, but {expected} since `wrap`: the parameter was \
+            replaced, for example by a record, or an optimizer's step changed its shape"
         )))
     }
 
@@ -241,10 +320,10 @@ impl ShardGroup {
     pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<Vec<i64>>> {
         let reads = self.reads_to_compare.iter().map(|reads| reads.swap(0, Ordering::AcqRel) as i64);
         let numbers: Vec<i64> = own.iter().copied().chain(reads).collect();
-        let mut all = vec![0; numbers.len() * self.group.world_size()];
+        let mut all = vec![0; numbers.len() * self.ranks.len()];
         let (part, rows) = (bytemuck::cast_slice(&numbers), bytemuck::cast_slice_mut(&mut all));
         let tag = Purpose::Agreement.tag(0, 0);
-        self.group.all_gather_tagged(DType::I64, part, rows, tag).map_err(|e| self.explain(e))?;
+        self.call(|group| group.all_gather_tagged(DType::I64, part, rows, tag))?;
         let (numbers, reads): (Vec<_>, Vec<_>) =
             all.chunks_exact(numbers.len()).map(|of_rank| of_rank.split_at(own.len())).unzip();
         self.compare_reads(&reads)?;
@@ -259,7 +338,7 @@ impl ShardGroup {
         let alike = |nth: &usize| reads.iter().filter(|of_rank| of_rank[slot] == reads[*nth][slot]).count();
         let odd = (0..reads.len()).rev().min_by_key(alike).unwrap_or_default();
         let other = (0..reads.len()).find(|nth| reads[*nth][slot] != reads[odd][slot]).unwrap_or_default();
-        let ([rank, another], path) = ([odd, other].map(|nth| self.group.ranks()[nth]), &self.slots[slot].path);
+        let ([rank, another], path) = ([odd, other].map(|nth| self.ranks[nth]), &self.slots[slot].path);
         let reason = format!(
             "rank {another} has read {path} {} times since the last reduction, but rank {rank} {} times: {IN_STEP}",
             reads[other][slot], reads[odd][slot]
@@ -269,16 +348,16 @@ impl ShardGroup {
 
     /// Numbers that every rank passes, in the order of ranks: equally many each. *Collective*.
     pub(super) fn numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
-        let mut all = vec![0.0; own.len() * self.group.world_size()];
+        let mut all = vec![0.0; own.len() * self.ranks.len()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
-        self.group.all_gather_tagged(DType::F64, own, rows, Purpose::Numbers.tag(0, 0)).map_err(|e| self.explain(e))?;
+        self.call(|group| group.all_gather_tagged(DType::F64, own, rows, Purpose::Numbers.tag(0, 0)))?;
         Ok(all)
     }
 
     /// Fails like a mean in which all weights are 0, alike on all ranks. *Collective*.
     pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
-        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1, 0));
-        refused.map_err(|e| self.explain(e))
+        let tag = Purpose::Agreement.tag(1, 0);
+        self.call(|group| group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, tag))
     }
 
     /// Reduces the gradient of a slot, which `write` writes, over the ranks: to the mean by `weights` (one for each
@@ -290,24 +369,36 @@ impl ShardGroup {
         write: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<Vec<u8>> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
-        let sum = PartReduction::Op(ReduceOp::Sum);
-        let reduction = weights.map_or(sum, |weights| PartReduction::Weighted(weights.to_vec()));
+        let reduction = reduction_of(weights);
         self.in_buffer(division.len_bytes(), |buffer| {
             write(buffer.bytes_mut())?;
             self.meter.reduced(buffer.len_bytes());
-            let part = self.group.reduce_scatter_parts_shared(dtype, division, buffer, &reduction, tag);
-            part.map_err(|e| self.explain(e))
+            self.call(|group| group.reduce_scatter_parts_shared(dtype, division, buffer, &reduction, tag))
         })
+    }
+
+    /// Reduces the gradient of a slot on its device, like [`reduce`](Self::reduce): the loan is of the whole, and of
+    /// zeros if this rank has the weight 0. *Collective* unless the device fails.
+    pub(super) fn reduce_on_device(
+        &self,
+        slot: usize,
+        weights: Option<&[f64]>,
+        loan: &mut dyn DeviceLoan,
+    ) -> Result<()> {
+        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
+        let (place, reduction) = (self.place(slot, loan)?, reduction_of(weights));
+        self.meter.reduced(division.len_bytes());
+        self.call(|group| group.reduce_scatter_parts_on_device(dtype, division, place, &reduction, tag))
     }
 
     /// An error that names this rank.
     pub(super) fn fault(&self, reason: String) -> Error {
-        Error::Sharding { rank: self.group.ranks()[self.rank()], reason }
+        Error::Sharding { rank: self.ranks[self.rank], reason }
     }
 
     /// The error of a collective, with parameters named where ranks made different calls.
     fn explain(&self, error: CommError) -> Error {
-        let is_ours = |call: &CallInfo| call.group == self.group.id();
+        let is_ours = |call: &CallInfo| call.group == self.id;
         let calls: Vec<(usize, &CallInfo)> = match &error {
             CommError::Mismatch { first, second } => vec![(first.rank, &first.call), (second.rank, &second.call)],
             CommError::Timeout { reporter, call, .. } => vec![(*reporter, call)],

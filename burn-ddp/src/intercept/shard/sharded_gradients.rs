@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::TensorData;
+use burn::tensor::{Shape, TensorData};
 
+use super::device_call::on_device;
 use super::shard_group::ShardGroup;
-use crate::gradients::{Contribution, GradientMemory, MicroBatch, Sum};
+use crate::gradients::{Contribution, DeviceLoan, GradientMemory, MicroBatch, Sum};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
 use crate::{Error, Result};
 
@@ -146,12 +147,28 @@ impl<B: GradientMemory> ShardedGradients<B> {
         if !agreed.contributes && !agreed.held[slot] {
             return Ok(());
         }
+        let held = if whole.is_none() { state.held.take() } else { None };
+        if shards.on_device && B::reaches(device) {
+            let is_absent = agreed.weights.as_ref().is_some_and(|weights| weights[shards.rank()] == 0.0);
+            let whole = match (whole.filter(|_| !is_absent), held.filter(|_| !is_absent)) {
+                (Some(whole), _) => whole,
+                (None, Some(sum)) => {
+                    let mut bytes = vec![0; s.len_bytes()];
+                    sum.write(s.dtype, divisor, &mut bytes);
+                    let data = TensorData::from_bytes_vec(bytes, s.dims.clone(), burn_dtype(s.dtype));
+                    B::float_from_data(data, device)
+                }
+                (None, None) => B::float_zeros(s.dims.clone().into(), device, burn_dtype(s.dtype).into()),
+            };
+            state.average = Some(reduced_on_device::<B>(shards, slot, agreed.weights.as_deref(), whole)?);
+            return Ok(());
+        }
         let part = shards.reduce(slot, agreed.weights.as_deref(), |out| {
             if let Some(whole) = whole {
                 let written = B::with_bytes(whole, |_, bytes| out.copy_from_slice(bytes));
                 return written.map_err(|reason| unreadable(shards, slot, &reason));
             }
-            match state.held.take() {
+            match held {
                 Some(sum) => sum.write(s.dtype, divisor, out),
                 None => out.fill(0),
             }
@@ -194,6 +211,19 @@ impl<B: GradientMemory> ShardedGradients<B> {
         self.end_backward();
         self.slots.iter_mut().for_each(|state| state.held = None);
     }
+}
+
+/// This rank's part of the average of `whole`, all on the device.
+fn reduced_on_device<B: GradientMemory>(
+    shards: &ShardGroup,
+    slot: usize,
+    weights: Option<&[f64]>,
+    whole: FloatTensor<B>,
+) -> Result<FloatTensor<B>> {
+    let reduce = |loan: &mut dyn DeviceLoan| shards.reduce_on_device(slot, weights, loan);
+    on_device::<B>(whole, Shape::from(shards.part_dims(slot)), reduce, |e| {
+        shards.fault(format!("reducing the gradient of {} on its device failed: {e}", shards.slot(slot).path))
+    })
 }
 
 /// The error of a gradient that its device does not yield.
