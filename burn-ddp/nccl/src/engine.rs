@@ -10,7 +10,7 @@ use std::sync::Arc;
 use burn_ddp_comm::engine::{Engine, Incoming, OnDevice, Outgoing, gather_rows_into, reduce_rows};
 use burn_ddp_comm::{Call, DType, Error, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, abort};
 use crate::coordinated_launch::GroupLaunch;
 use crate::device_and_pinned_memory::Region;
 use crate::device_elements::DeviceElements;
@@ -70,10 +70,14 @@ impl Engine for NcclEngine {
         "nccl"
     }
 
-    /// Also ends the communicator, which holds memory of the device.
+    /// Also ends the communicator, which holds memory of the device: together with the other ranks, on a thread, or by
+    /// an abort if the world has failed.
     fn leave(&mut self) {
         self.group.host.leave();
-        drop(lock(&self.group.communicator).take());
+        match self.group.rank_device.membership.check() {
+            Ok(()) => drop(lock(&self.group.communicator).take()),
+            Err(_) => abort(&self.group.communicator),
+        }
     }
 
     fn barrier(&mut self, call: &Call) -> Result<()> {
@@ -360,7 +364,9 @@ impl NcclEngine {
         work: &mut dyn FnMut(&mut Communicator, &Stream, WaitCheck<'_>) -> Result<(), DeviceError>,
     ) -> Result<()> {
         let rank_device = self.group.rank_device.clone();
-        let done = rank_device.device.event().map_err(|why| rank_device.error(DeviceError::Library(why)))?;
+        // Any thread of the program may make this call.
+        let event = rank_device.device.bind().and_then(|()| rank_device.device.event());
+        let done = event.map_err(|why| rank_device.error(DeviceError::Library(why)))?;
         if !is_empty {
             self.group.launch(call, &mut |communicator, stream, check| {
                 place.ready().map_or(Ok(()), |ready| stream.wait(ready))?;

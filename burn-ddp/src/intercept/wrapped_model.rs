@@ -207,7 +207,11 @@ impl WrappedModel {
     /// The model with the parameters that its settings divide, and the group in which they are gathered, if so
     /// `on_device`. *Collective* with such a group.
     pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>, on_device: bool) -> Result<Self> {
-        let where_to = (on_device, self.ddp.world().options().timeout);
+        #[cfg(feature = "nccl")]
+        let ordinal = crate::device::cuda_ordinal(&self.device).unwrap_or_default();
+        #[cfg(not(feature = "nccl"))]
+        let ordinal = 0;
+        let where_to = (on_device.then_some(ordinal), self.ddp.world().options().timeout);
         let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone(), where_to);
         let shards = group.map(shards).transpose()?;
         Ok(WrappedModel { divided, shards, ..self })

@@ -33,7 +33,8 @@ pub struct MemoryUse {
     pub gathered: u64,
     /// Buffers of the collectives in host memory: at most three of the size of the largest bucket; with sharded
     /// parameters, one for the largest of them of at most 48 MiB and one for this rank's rows of it, and one for the
-    /// largest above that. If gradients come from a GPU and NCCL does not reduce them, every bucket has a buffer.
+    /// largest above that. If gradients come from a GPU and NCCL does not reduce them, every bucket has a buffer. With
+    /// NCCL there are none (and this is 0, except in an estimate), but NCCL has buffers of its own on the GPU.
     pub engine_buffers: u64,
 }
 

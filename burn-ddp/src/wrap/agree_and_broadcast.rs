@@ -90,7 +90,11 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         // The part is the whole, and is trained like any other parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
-    let memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
+    let mut memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
+    if on_device {
+        // Buffers hold flags only.
+        memory.engine_buffers = 0;
+    }
     let mut group = ddp.state().new_group()?;
     // Errors in backward name the model by the line of its `wrap`.
     let site = Location::caller();

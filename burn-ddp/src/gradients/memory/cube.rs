@@ -38,8 +38,8 @@ impl GradientMemory for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn reaches(device: &Self::Device) -> bool {
-        matches!(device, CubeDevice::Cuda(_))
+    fn reaches(device: &Self::Device, ordinal: usize) -> bool {
+        matches!(device, CubeDevice::Cuda(cuda) if cuda.index == ordinal)
     }
 
     #[cfg(feature = "nccl")]

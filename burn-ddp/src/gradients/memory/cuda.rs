@@ -82,6 +82,8 @@ struct CudaLoan {
     outputs: Vec<CubeTensor>,
     /// The stream on which the results are used.
     home: StreamId,
+    /// Streams whose memory the engine reads, without `home`.
+    others: Vec<StreamId>,
     device: DeviceId,
     len_elems: usize,
 }
@@ -126,7 +128,7 @@ pub(super) fn lend(tensors: Vec<(FloatTensor<Cube>, Shape)>) -> Result<Box<dyn D
         return Err("a CUDA graph is being captured, which other streams may not take part in".to_owned());
     }
     let (ready, home, id) = (event(ordinal)?, StreamId::current(), client.service_id().device);
-    let (mut runs, mut outputs, mut total) = (Vec::new(), Vec::new(), 0);
+    let (mut runs, mut outputs, mut others, mut total) = (Vec::new(), Vec::new(), Vec::new(), 0);
     for (tensor, result) in tensors {
         if tensor.device != device {
             return Err(format!("tensors of one model on {:?} and {device:?}", tensor.device));
@@ -144,6 +146,9 @@ pub(super) fn lend(tensors: Vec<(FloatTensor<Cube>, Shape)>) -> Result<Box<dyn D
         total += input_elems;
         // In place only if the memory is of this stream, which waits for NCCL, and no other tensor shares it.
         let in_place = is_reduced && tensor.handle.can_mut() && tensor.handle.stream == home;
+        if tensor.handle.stream != home && !others.contains(&tensor.handle.stream) {
+            others.push(tensor.handle.stream);
+        }
         let input = tensor.handle.clone().binding();
         let (output, fresh) = if in_place {
             outputs.push(tensor);
@@ -167,7 +172,8 @@ pub(super) fn lend(tensors: Vec<(FloatTensor<Cube>, Shape)>) -> Result<Box<dyn D
         let _ = answers.send(place);
     });
     server.flush_queue();
-    Ok(Box::new(CudaLoan { answer, place: None, pins: Pins::default(), outputs, home, device: id, len_elems: total }))
+    let pins = Pins::default();
+    Ok(Box::new(CudaLoan { answer, place: None, pins, outputs, home, others, device: id, len_elems: total }))
 }
 
 /// Finds the memory of all runs. Runs on the thread that serves the device, behind the launches that write the
@@ -212,13 +218,15 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
 pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cube>>, String> {
     let lent: Box<dyn Any> = lent;
     let lent = lent.downcast::<CudaLoan>().map_err(|_| "the loan was made by another device")?;
-    let CudaLoan { place, pins, outputs, home, device, .. } = *lent;
+    let CudaLoan { place, pins, outputs, home, others, device, .. } = *lent;
     let Some(done) = place.as_ref().and_then(DeviceElements::done).cloned() else {
         return Err("NCCL was not launched on the loan".to_owned());
     };
     let results: Vec<BufferBinding> = outputs.iter().map(|output| output.handle.clone().binding()).collect();
     let server = DeviceHandle::<CudaServer>::new(device);
-    server.submit(move |server: &mut CudaServer| match wait_on(server, home, &done) {
+    // An input of another stream may be freed there, and its memory used again, so that stream waits as well.
+    let streams = [home].into_iter().chain(others);
+    server.submit(move |server: &mut CudaServer| match wait_on(server, streams, &done) {
         // What uses the memory again from now on is behind NCCL.
         Ok(()) => pins.release(),
         Err(reason) => {
@@ -232,12 +240,15 @@ pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cub
     Ok(outputs.into_iter().map(from_cube).collect())
 }
 
-/// Makes all later launches on `home` wait for `done`.
-fn wait_on(server: &mut CudaServer, home: StreamId, done: &Event) -> Result<(), String> {
-    let mut streams = server.write_streams().resolve(home, [].into_iter()).map_err(|e| format!("{e}"))?;
-    let stream = streams.current().sys;
-    // SAFETY: as in `resolve_runs`.
-    unsafe { done.hold_up(stream.cast()) }
+/// Makes all later launches on `streams` wait for `done`.
+fn wait_on(server: &mut CudaServer, streams: impl Iterator<Item = StreamId>, done: &Event) -> Result<(), String> {
+    for id in streams {
+        let mut streams = server.write_streams().resolve(id, [].into_iter()).map_err(|e| format!("{e}"))?;
+        let stream = streams.current().sys;
+        // SAFETY: as in `resolve_runs`.
+        unsafe { done.hold_up(stream.cast()) }?;
+    }
+    Ok(())
 }
 
 /// A fused tensor of `tensor`, made as Burn makes them of data.

@@ -42,7 +42,7 @@ impl GradientMemory for Flex {
     }
 
     #[cfg(test)]
-    fn reaches(_: &Self::Device) -> bool {
+    fn reaches(_: &Self::Device, _: usize) -> bool {
         crate::intercept::fake_device::is_installed()
     }
 

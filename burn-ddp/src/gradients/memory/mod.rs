@@ -71,9 +71,9 @@ pub trait GradientMemory: Backend {
         Self::float_from_data(data, device)
     }
 
-    /// True if [`lend`](Self::lend) reaches the memory of `device`.
-    fn reaches(device: &Self::Device) -> bool {
-        let _ = device;
+    /// True if an engine on the device with the number `ordinal` reaches the memory of `device`: the two are the same.
+    fn reaches(device: &Self::Device, ordinal: usize) -> bool {
+        let _ = (device, ordinal);
         false
     }
 

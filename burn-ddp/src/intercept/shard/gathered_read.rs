@@ -79,7 +79,7 @@ fn gather<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Pur
         return Err(shards.fault(why));
     }
     let is_wanted = shards.held().wants(*slot, purpose, s.len_bytes());
-    let whole = match shards.on_device && B::reaches(&device) {
+    let whole = match shards.reach::<B>(&device) {
         true => gather_on_device::<B>(shards, (*slot, *value_id), part, purpose),
         false => gather_in_host_memory::<B>(shards, (*slot, *value_id), part, purpose, is_wanted),
     }?;

@@ -12,7 +12,7 @@ use burn_ddp_comm::{
 };
 
 use super::gather_cache::GatherCache;
-use crate::gradients::{DeviceLoan, Slot};
+use crate::gradients::{DeviceLoan, GradientMemory, Slot};
 use crate::telemetry::step_meter::Meter;
 use crate::{Error, Result};
 
@@ -117,8 +117,9 @@ pub(crate) struct ShardGroup {
     reads_to_compare: Box<[AtomicUsize]>,
     /// Locked by reads, for a moment, and by the last gate.
     held: Mutex<GatherCache>,
-    /// True if parameters become whole, and gradients are reduced, in the memory of their device.
-    pub(super) on_device: bool,
+    /// Number of the device in whose memory parameters become whole, and gradients are reduced; `None` if all that is
+    /// done in the memory of the host, as it is for copies of the model on other devices.
+    engine_device: Option<usize>,
     /// Longest time for which a device may not answer.
     patience: Duration,
     /// Memory of the host in which parameters become whole, and gradients are reduced, unless they do on their device.
@@ -132,14 +133,15 @@ impl ShardGroup {
         group: ProcessGroup,
         slots: Arc<[Slot]>,
         meter: Meter,
-        (on_device, patience): (bool, Duration),
+        (engine_device, patience): (Option<usize>, Duration),
     ) -> Result<Self> {
         group.hide_from_timeline();
         let of_tags = slots.clone();
         group.explain_tags(move |tag| Some(spoken(tag, &of_tags)));
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
         let held = Mutex::new(GatherCache::new(sharded.clone()));
-        let largest = sharded.filter(|bytes| !on_device && *bytes <= MOST_SHARED_BYTES).max().unwrap_or(0);
+        let largest = sharded.filter(|bytes| *bytes <= MOST_SHARED_BYTES).max().unwrap_or(0);
+        let largest = if engine_device.is_some() { 0 } else { largest };
         let buffer = Mutex::new(group.shared_buffers(&[largest])?.remove(0));
         let reads_to_compare = slots.iter().map(|_| AtomicUsize::new(0)).collect();
         let reads = AtomicUsize::new(0);
@@ -154,7 +156,7 @@ impl ShardGroup {
             reads,
             reads_to_compare,
             held,
-            on_device,
+            engine_device,
             patience,
             buffer,
             meter,
@@ -176,9 +178,14 @@ impl ShardGroup {
     fn call<R>(&self, call: impl FnOnce(&ProcessGroup) -> burn_ddp_comm::Result<R>) -> Result<R> {
         let group = self.group.read().unwrap_or_else(PoisonError::into_inner).clone();
         let Some(group) = group else {
-            return Err(self.fault("no copy of the wrapped model is left, so its parts cannot be gathered".to_owned()));
+            return Err(self.fault("no copy of the wrapped model is left: keep one until its last backward".to_owned()));
         };
         call(&group).map_err(|error| self.explain(error))
+    }
+
+    /// True if the group's engine reaches the memory of `device`.
+    pub(super) fn reach<B: GradientMemory>(&self, device: &B::Device) -> bool {
+        self.engine_device.is_some_and(|ordinal| B::reaches(device, ordinal))
     }
 
     pub(crate) fn rank(&self) -> usize {

@@ -148,7 +148,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
             return Ok(());
         }
         let held = if whole.is_none() { state.held.take() } else { None };
-        if shards.on_device && B::reaches(device) {
+        if shards.reach::<B>(device) {
             let is_absent = agreed.weights.as_ref().is_some_and(|weights| weights[shards.rank()] == 0.0);
             let whole = match (whole.filter(|_| !is_absent), held.filter(|_| !is_absent)) {
                 (Some(whole), _) => whole,
