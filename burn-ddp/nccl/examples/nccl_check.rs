@@ -20,7 +20,7 @@
 
 use std::io::{self, Write};
 use std::process::exit;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
@@ -197,8 +197,8 @@ const ELEMENTS: [(DType, Encode); 8] = [
 /// Times by turns all-reduces of burn-ddp and of two bare NCCL communicators, and the messages between the ranks.
 fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String> {
     let said = |error: Error| error.to_string();
-    let blocking = Bare::init(setup, host, true)?;
-    let non_blocking = Bare::init(setup, host, false)?;
+    let mut blocking = Bare::init(setup, host, true)?;
+    let mut non_blocking = Bare::init(setup, host, false)?;
     for bytes in [MIB, 8 * MIB, 32 * MIB, 128 * MIB] {
         let buffer = setup.upload(&vec![0; bytes])?;
         let mut calls: [Timed; 3] = Default::default();
@@ -256,7 +256,7 @@ fn timed(host: &ProcessGroup, reduce: impl FnOnce() -> Result<Event, String>) ->
 }
 
 /// A communicator of all ranks, used without this crate's engine.
-struct Bare(Mutex<Communicator>);
+struct Bare(Communicator);
 
 impl Bare {
     fn init(setup: &Setup, host: &ProcessGroup, blocking: bool) -> Result<Bare, String> {
@@ -265,15 +265,14 @@ impl Bare {
         let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
         let (place, ranks) = ((&setup.nccl, &setup.device), (setup.world.rank(), setup.world.world_size()));
         let communicator = Communicator::init(place, id, ranks, blocking, &|| setup.world.check());
-        Ok(Bare(Mutex::new(communicator.map_err(|fault| fault.to_string())?)))
+        communicator.map(Bare).map_err(|fault| fault.to_string())
     }
 
-    fn reduce(&self, setup: &Setup, buffer: &DeviceBuffer) -> Result<Event, String> {
+    fn reduce(&mut self, setup: &Setup, buffer: &DeviceBuffer) -> Result<Event, String> {
         // SAFETY: the buffer lives until the event is done.
         let region = unsafe { buffer.region() };
         let what = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
-        let mut communicator = self.0.lock().map_err(|_| "a panic elsewhere")?;
-        let enqueued = communicator.all_reduce(&setup.stream, &[(region, region)], what, &|| setup.world.check());
+        let enqueued = self.0.all_reduce(&setup.stream, &[(region, region)], what, &|| setup.world.check());
         enqueued.map_err(|fault: DeviceError| fault.to_string())?;
         let done = setup.device.event()?;
         setup.stream.record(&done)?;

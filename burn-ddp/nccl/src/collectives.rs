@@ -8,7 +8,7 @@ use burn_ddp_comm::DType;
 use crate::communicator::Communicator;
 use crate::device_and_pinned_memory::Region;
 use crate::error::DeviceError;
-use crate::nccl::{IN_PROGRESS, SCALAR_HOST_IMMEDIATE, SUCCESS, dtype_code, op_code};
+use crate::nccl::{IN_PROGRESS, NcclCalls, RawComm, SCALAR_HOST_IMMEDIATE, SUCCESS, dtype_code, op_code};
 use crate::nccl_op::{NcclOp, scalar};
 use crate::stream::Stream;
 use crate::wait::WaitCheck;
@@ -30,8 +30,7 @@ impl Communicator {
         for (input, output) in pieces {
             self.check_pair(dtype, *input, *output, 1, 1)?;
         }
-        let op = self.op(dtype, kind)?;
-        let launched = self.grouped("ncclAllReduce", check, |calls, comm| {
+        self.reducing("ncclAllReduce", (dtype, kind), check, |calls, comm, op| {
             pieces.iter().try_for_each(|(input, output)| {
                 let count = input.len_bytes / dtype.size_bytes();
                 // SAFETY: both regions are memory of this device with room for `count` elements, by `check_pair`.
@@ -39,11 +38,7 @@ impl Communicator {
                     calls.all_reduce(at(*input), at(*output), count, dtype_code(dtype), op, comm, stream.raw())
                 })
             })
-        });
-        if launched.is_ok() {
-            self.release(op, kind);
-        }
-        launched
+        })
     }
 
     /// For each `(root, input, output)`: reduces `input` over all ranks into `output` of `root`; the outputs of the
@@ -63,8 +58,7 @@ impl Communicator {
             self.check_rank(*root)?;
             self.check_pair(dtype, *input, *output, 1, 1)?;
         }
-        let op = self.op(dtype, kind)?;
-        let launched = self.grouped("ncclReduce", check, |calls, comm| {
+        self.reducing("ncclReduce", (dtype, kind), check, |calls, comm, op| {
             pieces.iter().try_for_each(|(root, input, output)| {
                 let (count, root) = (input.len_bytes / dtype.size_bytes(), *root as c_int);
                 // SAFETY: both regions are memory of this device with room for `count` elements, and the root exists.
@@ -72,11 +66,7 @@ impl Communicator {
                     calls.reduce(at(*input), at(*output), count, dtype_code(dtype), op, root, comm, stream.raw())
                 })
             })
-        });
-        if launched.is_ok() {
-            self.release(op, kind);
-        }
-        launched
+        })
     }
 
     /// For each `(root, input, output)`: copies `input` of the rank `root` to `output` of all ranks.
@@ -141,17 +131,12 @@ impl Communicator {
     ) -> Result<(), DeviceError> {
         self.check_stream(stream)?;
         self.check_pair(dtype, input, output, self.size(), 1)?;
-        let op = self.op(dtype, kind)?;
-        let launched = self.grouped("ncclReduceScatter", check, |calls, comm| {
+        self.reducing("ncclReduceScatter", (dtype, kind), check, |calls, comm, op| {
             let (count, dtype) = (output.len_bytes / dtype.size_bytes(), dtype_code(dtype));
             // SAFETY: the output has room for `count` elements and the input that for each rank, in memory of this
             // device.
             accepted(unsafe { calls.reduce_scatter(at(input), at(output), count, dtype, op, comm, stream.raw()) })
-        });
-        if launched.is_ok() {
-            self.release(op, kind);
-        }
-        launched
+        })
     }
 
     /// Sends each region of `sends` to its rank and fills each of `receives` from its rank, all at the same time. A
@@ -233,6 +218,22 @@ impl Communicator {
             return refuse(format!("an input of {} bytes for an output of {}", input.len_bytes, output.len_bytes));
         }
         Ok(())
+    }
+
+    /// Makes the reductions of `launch`, which gets the operator's number, as one group.
+    fn reducing(
+        &mut self,
+        what: &str,
+        (dtype, kind): (DType, NcclOp),
+        check: WaitCheck<'_>,
+        launch: impl FnOnce(&dyn NcclCalls, RawComm, c_int) -> Result<(), c_int>,
+    ) -> Result<(), DeviceError> {
+        let op = self.op(dtype, kind)?;
+        let launched = self.grouped(what, check, |calls, comm| launch(calls, comm, op));
+        if launched.is_ok() {
+            self.release(op, kind);
+        }
+        launched
     }
 
     /// NCCL's number of an operator, which has to be [released](Self::release).

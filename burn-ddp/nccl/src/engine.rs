@@ -337,9 +337,9 @@ impl Engine for NcclEngine {
         let (whole, part) = place.to_divide(self.ordinal(), dtype, bytes)?;
         self.group.meet(call, 0)?;
         let own = match reduction {
-            PartReduction::Op(op) => Part { dtype, op: NcclOp::Builtin(*op), absent: false },
-            PartReduction::Weighted(weights) => Part::of(call, dtype, None, weights, self.group.rank)?,
-        };
+            PartReduction::Op(op) => Part::of(call, dtype, Some(*op), &[], self.group.rank),
+            PartReduction::Weighted(weights) => Part::of(call, dtype, None, weights, self.group.rank),
+        }?;
         self.enqueue(call, place, whole.len_bytes == 0, &mut |communicator, stream, check| {
             if own.absent {
                 stream.clear(whole)?;
