@@ -42,6 +42,15 @@ pub(crate) enum Fault {
     TakeBack,
 }
 
+/// All failures, and what their errors say.
+pub(crate) const FAULTS: [(Fault, &str); 5] = [
+    (Fault::Lend, "lends nothing"),
+    (Fault::Place, "no such memory"),
+    (Fault::Silence, "the fake device: it does not answer"),
+    (Fault::Reduce, "fell off the bus"),
+    (Fault::TakeBack, "gives nothing back"),
+];
+
 /// Memory of a rank's device.
 #[derive(Clone)]
 enum Memory {

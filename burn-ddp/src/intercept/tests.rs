@@ -9,7 +9,7 @@ use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
 
-use super::fake_device::{self, Fault};
+use super::fake_device::{self, FAULTS, Fault};
 use crate::{Ddp, Error, GradientReduction, WrapConfig, param_hash};
 
 /// Parameters of several types, each of which a step may use or not.
@@ -264,14 +264,7 @@ fn ranks_that_are_through_stand_in_with_zeros() {
 
 #[test]
 fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
-    let says = [
-        (Fault::Lend, "lends nothing"),
-        (Fault::Place, "no such memory"),
-        (Fault::Silence, "the fake device:"),
-        (Fault::Reduce, "fell off the bus"),
-        (Fault::TakeBack, "gives nothing back"),
-    ];
-    for (fault, says) in says {
+    for (fault, says) in FAULTS {
         let errors = Ddp::spawn(2, |ddp| {
             fake_device::install(&ddp);
             let device = Device::flex().autodiff();

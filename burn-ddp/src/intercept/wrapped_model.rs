@@ -204,8 +204,8 @@ impl WrappedModel {
         WrappedModel { local, is_local, ..self }
     }
 
-    /// The model with the parameters that its settings divide, and the group in which they are gathered, if so
-    /// `on_device`. *Collective* with such a group.
+    /// The model with the parameters that its settings divide, and the group in which they are gathered: in the memory
+    /// of their device if `on_device`. *Collective* with such a group.
     pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>, on_device: bool) -> Result<Self> {
         #[cfg(feature = "nccl")]
         let ordinal = crate::device::cuda_ordinal(&self.device).unwrap_or_default();

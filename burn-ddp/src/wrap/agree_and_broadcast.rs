@@ -80,7 +80,8 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
-    let caps = (!alone).then(|| config.caps(on_device));
+    // On the device buffers hold flags only.
+    let caps = (!alone && !on_device).then(|| config.caps(false));
     let (mut slots, slot_of) = {
         let divides = |entry: &Entry| config.divides(&entry.dims, world.world_size()) && !bases.contains(&entry.path);
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
@@ -90,11 +91,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         // The part is the whole, and is trained like any other parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
-    let mut memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
-    if on_device {
-        // Buffers hold flags only.
-        memory.engine_buffers = 0;
-    }
+    let memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
     let mut group = ddp.state().new_group()?;
     // Errors in backward name the model by the line of its `wrap`.
     let site = Location::caller();

@@ -53,7 +53,7 @@ impl MemoryUse {
 }
 
 /// Memory of one rank of a world, given as `(rank, world_size)`. `caps` are the sizes of its buckets; `None` means that
-/// it reduces no gradients.
+/// it has no buffers in host memory.
 pub(super) fn memory(
     schema: &Schema,
     first_clone: &[usize],
@@ -98,6 +98,6 @@ pub(super) fn memory(
         gradients: gradients as u64,
         optimizer: None,
         gathered: (largest_gradient + largest) as u64,
-        engine_buffers: (buckets + shared) as u64,
+        engine_buffers: caps.map_or(0, |_| buckets + shared) as u64,
     }
 }

@@ -320,10 +320,11 @@ impl CallPath {
         tag: u64,
         gather: impl FnOnce(&mut dyn Engine, &Call) -> Result<R>,
     ) -> Result<R> {
-        let (part_bytes, whole_bytes) = lens.unzip();
-        division.check(dtype, self.size(), (whole_bytes.unwrap_or(division.len_bytes()), division.len_bytes()))?;
-        let own = division.bytes_of(self.rank).len();
-        division.check(dtype, self.size(), (part_bytes.unwrap_or(own), own))?;
+        division.check(dtype, self.size())?;
+        if let Some((part_bytes, whole_bytes)) = lens {
+            check_bytes(whole_bytes, division.len_bytes())?;
+            check_bytes(part_bytes, division.bytes_of(self.rank).len())?;
+        }
         let request = Request::elements(Collective::AllGather, dtype, division.part_bytes(), caller);
         let memory = lens.is_none().then_some(ON_DEVICE);
         self.call(Request { tag, digest: digest(division.words().into_iter().chain(memory)), ..request }, gather)
@@ -340,7 +341,8 @@ impl CallPath {
         reduce: impl FnOnce(&mut dyn Engine, &Call, &PartReduction) -> Result<()>,
     ) -> Result<()> {
         let memory = whole_bytes.is_none().then_some(ON_DEVICE);
-        division.check(dtype, self.size(), (whole_bytes.unwrap_or(division.len_bytes()), division.len_bytes()))?;
+        division.check(dtype, self.size())?;
+        whole_bytes.map_or(Ok(()), |bytes| check_bytes(bytes, division.len_bytes()))?;
         let (op, weights) = match reduction {
             PartReduction::Op(op) => (Some(*op), &[][..]),
             PartReduction::Weighted(weights) => (None, &weights[..]),
@@ -361,4 +363,12 @@ impl CallPath {
             reduce(engine, call, equal.as_ref().unwrap_or(reduction))
         })
     }
+}
+
+/// Fails unless a buffer has the length that its division says.
+fn check_bytes(len_bytes: usize, expected: usize) -> Result<()> {
+    if len_bytes == expected {
+        return Ok(());
+    }
+    refuse(format!("a buffer of {len_bytes} bytes, but the RowDivision has {expected}"))
 }

@@ -10,7 +10,7 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::{Device, Tensor};
 use burn_ddp_nccl::fake::Machine;
 
-use crate::intercept::fake_device::{self, Fault};
+use crate::intercept::fake_device::{self, FAULTS, Fault};
 use crate::{Ddp, Sharding, WrapConfig, param_hash};
 
 const STEPS: usize = 3;
@@ -120,15 +120,8 @@ fn nccls_engine_gathers_and_scatters() {
 
 #[test]
 fn a_failure_of_one_device_is_an_error_that_names_the_parameter() {
-    let says = [
-        (Fault::Lend, "lends nothing"),
-        (Fault::Place, "no such memory"),
-        (Fault::Silence, "does not answer"),
-        (Fault::Reduce, "fell off the bus"),
-        (Fault::TakeBack, "gives nothing back"),
-    ];
     for in_backward in [false, true] {
-        for (fault, says) in says {
+        for (fault, says) in FAULTS {
             let error = Ddp::spawn(2, |ddp| {
                 fake_device::install(&ddp);
                 let device = Device::flex().autodiff();

@@ -150,15 +150,15 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let held = if whole.is_none() { state.held.take() } else { None };
         if shards.reach::<B>(device) {
             let is_absent = agreed.weights.as_ref().is_some_and(|weights| weights[shards.rank()] == 0.0);
-            let whole = match (whole.filter(|_| !is_absent), held.filter(|_| !is_absent)) {
-                (Some(whole), _) => whole,
-                (None, Some(sum)) => {
+            let whole = match (is_absent, whole, held) {
+                (false, Some(whole), _) => whole,
+                (false, None, Some(sum)) => {
                     let mut bytes = vec![0; s.len_bytes()];
                     sum.write(s.dtype, divisor, &mut bytes);
                     let data = TensorData::from_bytes_vec(bytes, s.dims.clone(), burn_dtype(s.dtype));
                     B::float_from_data(data, device)
                 }
-                (None, None) => B::float_zeros(s.dims.clone().into(), device, burn_dtype(s.dtype).into()),
+                _ => B::float_zeros(s.dims.clone().into(), device, burn_dtype(s.dtype).into()),
             };
             state.average = Some(reduced_on_device::<B>(shards, slot, agreed.weights.as_deref(), whole)?);
             return Ok(());
