@@ -26,7 +26,7 @@ impl Communicator {
         (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         for (input, output) in pieces {
             self.check_pair(dtype, *input, *output, 1, 1)?;
         }
@@ -53,7 +53,7 @@ impl Communicator {
         (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         for (root, input, output) in pieces {
             self.check_rank(*root)?;
             self.check_pair(dtype, *input, *output, 1, 1)?;
@@ -79,7 +79,7 @@ impl Communicator {
         copies: &[(usize, Region, Region)],
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         for (root, input, output) in copies {
             self.check_rank(*root)?;
             // Only the root's input is read.
@@ -109,7 +109,7 @@ impl Communicator {
         output: Region,
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         self.check_pair(DType::U8, input, output, 1, self.size())?;
         self.grouped("ncclAllGather", check, |calls, comm| {
             let (count, dtype) = (input.len_bytes, dtype_code(DType::U8));
@@ -129,7 +129,7 @@ impl Communicator {
         (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         self.check_pair(dtype, input, output, self.size(), 1)?;
         self.reducing("ncclReduceScatter", (dtype, kind), check, |calls, comm, op| {
             let (count, dtype) = (output.len_bytes / dtype.size_bytes(), dtype_code(dtype));
@@ -151,7 +151,7 @@ impl Communicator {
         receives: &[(usize, Region)],
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
-        self.check_stream(stream)?;
+        self.launches_on(stream)?;
         for (peer, region) in sends.iter().chain(receives) {
             self.check_rank(*peer)?;
             self.check_region(DType::U8, *region)?;
@@ -171,11 +171,6 @@ impl Communicator {
                 })
             })
         })
-    }
-
-    /// Fails unless `stream` belongs to this communicator's device.
-    fn check_stream(&self, stream: &Stream) -> Result<(), DeviceError> {
-        stream.check_device(self.device().ordinal())
     }
 
     fn check_rank(&self, rank: usize) -> Result<(), DeviceError> {

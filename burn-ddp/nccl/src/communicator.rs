@@ -6,6 +6,7 @@
 
 use std::ffi::c_int;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use crate::error::DeviceError;
 use crate::nccl::{Config, IN_PROGRESS, Nccl, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::poison_free_lock::lock;
 use crate::process_end;
+use crate::stream::Stream;
 use crate::wait::{WaitCheck, poll_pause, wait_until};
 
 /// An `ncclComm_t`.
@@ -32,6 +34,9 @@ pub struct Communicator {
     size: usize,
     /// True before it is ready and after a failure: dropping it then aborts it.
     broken: bool,
+    /// Stream of the last launch. After a failed wait NCCL may still launch on it, on a thread of its own, until an abort
+    /// has returned.
+    stream: Option<Stream>,
     _live: process_end::Live,
 }
 
@@ -65,7 +70,7 @@ impl Communicator {
             return Err(DeviceError::Library("ncclCommInitRankConfig made no communicator".to_owned()));
         }
         let (nccl, device, handle, _live) = (nccl.clone(), device.clone(), Handle(raw), process_end::live());
-        let mut communicator = Communicator { nccl, device, handle, rank, size, broken: true, _live };
+        let mut communicator = Communicator { nccl, device, handle, rank, size, broken: true, stream: None, _live };
         let settled = communicator.settle("ncclCommInitRankConfig", code, check);
         process_end::wait_at_exit();
         settled?;
@@ -106,6 +111,13 @@ impl Communicator {
 
     pub(crate) fn calls(&self) -> &dyn NcclCalls {
         self.nccl.calls()
+    }
+
+    /// Takes the stream of the next launch. Fails unless it belongs to this communicator's device.
+    pub(crate) fn launches_on(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        stream.check_device(self.device.ordinal())?;
+        self.stream = Some(stream.clone());
+        Ok(())
     }
 
     /// Makes the calls of `launch` as one group, and waits until they are enqueued. `launch` returns the code of a call
@@ -169,8 +181,13 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = Handle(std::mem::replace(&mut self.handle.0, std::ptr::null_mut()));
         let (nccl, broken) = (self.nccl.clone(), self.broken);
+        // Not destroyed if no thread closes the communicator.
+        let stream = ManuallyDrop::new(self.stream.take());
         process_end::wait_at_exit();
-        self.device.later("close", move || close(&nccl, handle, broken));
+        self.device.later("close", move || {
+            close(&nccl, handle, broken);
+            drop(ManuallyDrop::into_inner(stream));
+        });
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::sync::Arc;
 
 use crate::device::{Device, DriverHandle};
 use crate::device_and_pinned_memory::{HostBuffer, Region};
@@ -22,12 +23,17 @@ impl Device {
         // SAFETY: a valid out-pointer, in a current context.
         let code = unsafe { self.driver().calls().stream_create(&mut stream, STREAM_NON_BLOCKING) };
         self.driver().check("cuStreamCreate", code)?;
-        Ok(Stream { device: self.clone(), handle: DriverHandle(stream) })
+        Ok(Stream { inner: Arc::new(Inner { device: self.clone(), handle: DriverHandle(stream) }) })
     }
 }
 
-/// A queue of work of a device.
+/// A queue of work of a device. Clones are the same stream; the last one that is dropped ends it.
+#[derive(Clone)]
 pub struct Stream {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
     device: Device,
     handle: DriverHandle,
 }
@@ -35,7 +41,7 @@ pub struct Stream {
 impl Stream {
     /// The `CUstream`.
     pub fn raw(&self) -> *mut c_void {
-        self.handle.0
+        self.inner.handle.0
     }
 
     /// Makes the work enqueued from now on wait for the work that `event` was last recorded behind.
@@ -44,8 +50,8 @@ impl Stream {
     /// The driver's message.
     pub fn wait(&self, event: &Event) -> Result<(), String> {
         // SAFETY: both are alive; the flags are 0.
-        let code = unsafe { self.device.driver().calls().stream_wait_event(self.handle.0, event.raw(), 0) };
-        self.device.driver().check("cuStreamWaitEvent", code)
+        let code = unsafe { self.inner.device.driver().calls().stream_wait_event(self.raw(), event.raw(), 0) };
+        self.inner.device.driver().check("cuStreamWaitEvent", code)
     }
 
     /// Records `event` behind the work enqueued so far.
@@ -54,13 +60,13 @@ impl Stream {
     /// The driver's message.
     pub fn record(&self, event: &Event) -> Result<(), String> {
         // SAFETY: both are alive.
-        let code = unsafe { self.device.driver().calls().event_record(event.raw(), self.handle.0) };
-        self.device.driver().check("cuEventRecord", code)
+        let code = unsafe { self.inner.device.driver().calls().event_record(event.raw(), self.raw()) };
+        self.inner.device.driver().check("cuEventRecord", code)
     }
 
     /// Fails unless this stream belongs to the device `expected`.
     pub(crate) fn check_device(&self, expected: usize) -> Result<(), DeviceError> {
-        let stream = self.device.ordinal();
+        let stream = self.inner.device.ordinal();
         if stream == expected { Ok(()) } else { Err(DeviceError::WrongStream { stream, expected }) }
     }
 
@@ -73,9 +79,9 @@ impl Stream {
         }
         // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
         let code = unsafe {
-            self.device.driver().calls().memcpy_htod_async(to.pointer, from.raw(), to.len_bytes, self.handle.0)
+            self.inner.device.driver().calls().memcpy_htod_async(to.pointer, from.raw(), to.len_bytes, self.raw())
         };
-        Ok(self.device.driver().check("cuMemcpyHtoDAsync", code)?)
+        Ok(self.inner.device.driver().check("cuMemcpyHtoDAsync", code)?)
     }
 
     /// Copies `from` to the first bytes of `to`.
@@ -87,22 +93,23 @@ impl Stream {
         }
         // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
         let code = unsafe {
-            self.device.driver().calls().memcpy_dtoh_async(to.raw(), from.pointer, from.len_bytes, self.handle.0)
+            self.inner.device.driver().calls().memcpy_dtoh_async(to.raw(), from.pointer, from.len_bytes, self.raw())
         };
-        Ok(self.device.driver().check("cuMemcpyDtoHAsync", code)?)
+        Ok(self.inner.device.driver().check("cuMemcpyDtoHAsync", code)?)
     }
 
     /// Fills `region` with zeros.
     pub(crate) fn clear(&self, region: Region) -> Result<(), DeviceError> {
         self.check_device(region.ordinal)?;
         // SAFETY: a region is `len_bytes` of device memory, by its contract.
-        let code =
-            unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
-        Ok(self.device.driver().check("cuMemsetD8Async", code)?)
+        let code = unsafe {
+            self.inner.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.raw())
+        };
+        Ok(self.inner.device.driver().check("cuMemsetD8Async", code)?)
     }
 }
 
-impl Drop for Stream {
+impl Drop for Inner {
     /// Returns at once: the driver frees the stream when its work is done.
     fn drop(&mut self) {
         let Some(_in_use) = process_end::in_use() else { return };
@@ -113,6 +120,6 @@ impl Drop for Stream {
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stream({:?})", self.device)
+        write!(f, "Stream({:?})", self.inner.device)
     }
 }

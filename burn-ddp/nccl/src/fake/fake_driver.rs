@@ -6,6 +6,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
+use super::fake_comm::FakeComm;
 use super::fake_state::{Allocation, State};
 use super::fake_stream::{FakeStream, Task};
 use crate::driver::{DevicePtr, DriverCalls, NOT_READY, Raw, SUCCESS};
@@ -111,6 +112,11 @@ impl DriverCalls for State {
 
     unsafe fn stream_destroy(&self, stream: Raw) -> c_int {
         let Some(stream) = lock(&self.streams).remove(&(stream as u64)) else { return INVALID_HANDLE };
+        let launches_on_it =
+            |comm: &Arc<FakeComm>| matches!(&*lock(&comm.held), Some((on, _)) if Arc::ptr_eq(on, &stream));
+        if lock(&self.comms).values().any(launches_on_it) {
+            self.misused("a stream was destroyed on which NCCL launches in the background".to_owned());
+        }
         stream.close();
         SUCCESS
     }

@@ -3,9 +3,9 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, ReduceOp};
-use burn_ddp_nccl::HostMemory;
+use burn_ddp_comm::{DType, Error, ReduceOp};
 use burn_ddp_nccl::fake::{Fault, Machine};
+use burn_ddp_nccl::{Communicator, Device, HostMemory, NcclOp};
 
 use crate::common::{AT_ONCE, Rank, all_reduce, assert_clean, hasty, on_devices, patient, place, run, soon};
 
@@ -178,6 +178,28 @@ fn a_rank_that_dies_after_the_launch_is_named() {
         assert_told(results, 1, "killed by signal 9", AT_ONCE);
         assert_clean(&machine);
     }
+}
+
+/// NCCL launches on a thread of its own, which uses the stream until an abort has ended it.
+#[test]
+fn a_launch_that_is_given_up_keeps_its_stream() {
+    let machine = Machine::new(1);
+    {
+        let (driver, nccl) = (machine.driver(), machine.nccl());
+        let device = Device::new(&driver, 0).unwrap();
+        let (stream, buffer) = (device.stream().unwrap(), device.alloc(16).unwrap());
+        let (id, alive) = (nccl.unique_id().unwrap(), || Ok(()));
+        let mut communicator = Communicator::init((&nccl, &device), id, (0, 1), false, &alive).unwrap();
+        let failed = || Err(Error::Environment { message: "the world failed".to_owned() });
+        // SAFETY: the buffer is dropped after the communicator.
+        let region = unsafe { buffer.region() };
+        let sum = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
+        let error = communicator.all_reduce(&stream, &[(region, region)], sum, &failed).unwrap_err();
+        assert_eq!(error.to_string(), "the world failed");
+        drop(stream);
+        drop(communicator);
+    }
+    assert_clean(&machine);
 }
 
 #[test]
