@@ -138,8 +138,7 @@ pub fn reads_at_the_end() -> bool {
 }
 
 /// `tolerance` for numbers that are compared with those of another device, or of other batches. On CUDA Burn rounds the
-/// operands of f32 matrix products to TF32 (11 bits; 3e-4 seen on an H200 where 1e-5 is allowed), and some f64 kernels
-/// approximate (3.5e-8 for 1e-10, in an LSTM).
+/// operands of f32 matrix products to TF32 (11 bits; 3e-4 seen on an H200 where 1e-5 is allowed).
 pub fn tolerance_of_device(tolerance: f64) -> f64 {
     if is_gpu() { 500.0 * tolerance } else { tolerance }
 }

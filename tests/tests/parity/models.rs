@@ -14,7 +14,7 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
-use burn::tensor::activation::{sigmoid, softmax};
+use burn::tensor::activation::softmax;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{Cnn, CnnConfig, MnistBatch, MnistDataset, Split};
 use serde::Deserialize;
@@ -386,6 +386,8 @@ impl Model for Recurrent {
         let x = at.inputs(at.part() * 4 * 12, 4 * 12, 8).reshape([4, 12, 8]);
         let zeros = || Tensor::<2>::zeros([4, 6], (at.device, DType::F64));
         let (mut hidden, mut cell) = (zeros(), zeros());
+        // Burn's own sigmoid computes in f32 on GPUs.
+        let sigmoid = |x: Tensor<2>| x.neg().exp().add_scalar(1.0).recip();
         // Burn's own forward collects states in the default dtype, f32.
         for t in 0..12 {
             let x = x.clone().narrow(1, t, 1).squeeze_dim::<2>(1);
