@@ -1,12 +1,18 @@
 //! Exchanges of a rank with ranks of other machines.
 
+use std::sync::Arc;
+
 use super::chunked_reduction::SpareMemory;
-use super::schedule::Shares;
+use super::schedule::{Exchanged, Shares, Step, announcements, counterpart, rows_by_local_rank};
 use crate::Result;
 use crate::call::Call;
-use crate::engine::tcp::TcpTransport;
+use crate::engine::tcp::{FramesUnderWay, TcpTransport};
 use crate::engine::{HostEngine, Incoming, Outgoing, Transport};
 use crate::topology::Machines;
+
+/// Stage of the first step of a schedule, and the number of stages, which steps use in turn.
+const FIRST_STAGE: usize = 2;
+const STAGES: usize = 128;
 
 /// Exchanges of a rank with the ranks of other machines. Ranks are group ranks.
 pub(super) struct Wire {
@@ -45,20 +51,14 @@ impl Wire {
         (0..self.machines.count()).map(|machine| self.machines.ranks_of(machine)[0]).collect()
     }
 
-    /// The rank of `machine` from which `rank` of another machine gets data that all ranks of `machine` have.
+    /// The rank of `machine` with which `rank` of another machine exchanges what all ranks of a machine have or get.
     pub(super) fn counterpart(&self, machine: usize, rank: usize) -> usize {
-        let ranks = self.machines.ranks_of(machine);
-        ranks[self.machines.local_rank_of(rank) % ranks.len()]
+        counterpart(&self.machines, machine, rank)
     }
 
-    /// For each rank of this machine, the ranks whose rows it puts in at a gather: itself, and those of other machines
-    /// that send theirs to it.
+    /// For each rank of this machine, the ranks whose rows it puts in at a gather, itself first.
     pub(super) fn rows_by_local_rank(&self) -> Vec<Vec<usize>> {
-        let mut rows: Vec<Vec<usize>> = self.neighbours().iter().map(|rank| vec![*rank]).collect();
-        for rank in (0..self.machines.rank_count()).filter(|rank| self.machines.machine_of(*rank) != self.here) {
-            rows[self.machines.local_rank_of(self.counterpart(self.here, rank))].push(rank);
-        }
-        rows
+        rows_by_local_rank(&self.machines, self.here)
     }
 
     /// Sends this rank's row to one rank of each other machine, and receives the rows that this rank gets.
@@ -67,6 +67,25 @@ impl Wire {
         let to = |machine| Outgoing { peer: self.counterpart(machine, self.me), payload: row };
         let sends: Vec<_> = others.map(to).collect();
         self.exchange(call, &sends, receives)
+    }
+
+    /// Does `steps`, whose bytes are those of `buf`: in each step, what arrives lies behind what leaves.
+    pub(super) fn follow(&mut self, call: &Call, steps: &[Step], buf: &mut [u8]) -> Result<()> {
+        for step in steps {
+            let arriving = step.receives.iter().map(|from| &from.range).filter(|range| !range.is_empty());
+            let boundary = arriving.map(|range| range.start).min().unwrap_or(buf.len());
+            let (before, mut behind) = buf.split_at_mut(boundary);
+            let send = |to: &Exchanged| Outgoing { peer: to.peer, payload: &before[to.range.clone()] };
+            let sends: Vec<_> = step.sends.iter().map(send).collect();
+            let receive = |from: &Exchanged| {
+                let (room, rest) = std::mem::take(&mut behind).split_at_mut(from.range.len());
+                behind = rest;
+                Incoming::new(from.peer, room)
+            };
+            let mut receives: Vec<_> = step.receives.iter().map(receive).collect();
+            self.exchange(&call_of_step(call, step.number), &sends, &mut receives)?;
+        }
+        Ok(())
     }
 
     pub(super) fn exchange(
@@ -89,20 +108,25 @@ impl Wire {
         self.exchange(call, &sends, &mut receives)
     }
 
+    /// Queues the frames of a step, whose bytes are those of `payload`.
+    pub(super) fn queue(&mut self, call: &Call, step: &Step, payload: &Arc<Vec<u8>>, frames: &mut FramesUnderWay) {
+        let call = call_of_step(call, step.number);
+        for to in &step.sends {
+            frames.send(&call, step.number, to.peer, (payload, to.range.clone()));
+        }
+        for from in &step.receives {
+            frames.receive(&call, step.number, from.peer, self.spare.take(from.range.len()));
+        }
+    }
+
     /// Exchanges one byte per machine, on which the ranks of each machine agree; returns the bytes, by machine.
     pub(super) fn of_machines(&mut self, call: &Call, own: u8) -> Result<Vec<u8>> {
-        let payload = [own];
-        let counts_on_me = |rank: &usize| {
-            self.machines.machine_of(*rank) != self.here && self.counterpart(self.here, *rank) == self.me
-        };
-        let listeners = (0..self.machines.rank_count()).filter(counts_on_me);
-        let sends: Vec<_> = listeners.map(|peer| Outgoing { peer, payload: &payload }).collect();
-        let mut bytes = vec![own; self.machines.count()];
-        let places = bytes.iter_mut().enumerate().filter(|(machine, _)| *machine != self.here);
-        let mut receives: Vec<_> = places
-            .map(|(machine, byte)| Incoming::new(self.counterpart(machine, self.me), std::slice::from_mut(byte)))
-            .collect();
-        self.flat.transport().exchange(call, &sends, &mut receives)?;
+        let step = announcements(&self.machines, self.me, &vec![1; self.machines.count()]);
+        let mut frames = FramesUnderWay::default();
+        self.queue(call, &step, &Arc::new(vec![own]), &mut frames);
+        self.flat.transport().complete(call, &mut frames, step.number)?;
+        let mut bytes = frames.received(step.number).concat();
+        bytes.insert(self.here, own);
         Ok(bytes)
     }
 
@@ -111,6 +135,11 @@ impl Wire {
         let places = ranks.iter().map(|_| &mut [][..]).collect();
         self.swap(call, ranks, &[], places)
     }
+}
+
+/// The call of the frames of a step.
+pub(super) fn call_of_step(call: &Call, step: usize) -> Call {
+    call.at_stage((FIRST_STAGE + step % STAGES) as u8)
 }
 
 /// The numbers in `bytes`, which need not be aligned.

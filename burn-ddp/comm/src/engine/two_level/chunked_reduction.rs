@@ -6,7 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::between_machines::{Wire, floats};
-use super::schedule::{Plan, Shares, Subtree, chunks, partial_bytes, segments, subtrees};
+use super::schedule::{
+    Plan, Shares, Subtree, Turn, announcements, chunks, partial_bytes, segments, steps_of, subtrees, turns,
+};
 use crate::call::Call;
 use crate::engine::checked_weights;
 use crate::engine::shm::{Made, Parts};
@@ -16,10 +18,6 @@ use crate::{DType, ReduceOp, Result};
 
 /// Bytes of a chunk, in the buffer of a rank.
 const CHUNK_BYTES: usize = 512 << 10;
-
-/// Stage of the first frames of a reduction between machines, and the number of stages, which frames use in turn.
-const FIRST_STAGE: usize = 2;
-const STAGES: usize = 128;
 
 /// A reduction, the same on all ranks.
 pub(super) struct Reducing {
@@ -31,6 +29,9 @@ pub(super) struct Reducing {
     size: usize,
 }
 
+/// Bytes from which on a block is used again.
+const SMALLEST_SPARE: usize = 4096;
+
 /// Memory that is used again and again: at most what the chunks under way need.
 #[derive(Default)]
 pub(super) struct SpareMemory {
@@ -39,7 +40,10 @@ pub(super) struct SpareMemory {
 
 impl SpareMemory {
     /// `len` bytes of unspecified content.
-    fn take(&mut self, len: usize) -> Vec<u8> {
+    pub(super) fn take(&mut self, len: usize) -> Vec<u8> {
+        if len < SMALLEST_SPARE {
+            return vec![0; len];
+        }
         let fitting = self.blocks.iter().position(|block| block.len() == len);
         let mut block = match fitting {
             Some(nth) => self.blocks.swap_remove(nth),
@@ -50,18 +54,12 @@ impl SpareMemory {
     }
 
     fn put_back(&mut self, blocks: impl IntoIterator<Item = Vec<u8>>) {
-        self.blocks.extend(blocks);
+        self.blocks.extend(blocks.into_iter().filter(|block| block.len() >= SMALLEST_SPARE));
     }
 }
 
-/// Number of the step in which the machines exchange weights.
+/// Number of the step in which the machines exchange weights: that of [`announcements`].
 const WEIGHTS: usize = 0;
-
-/// The steps in which the partial results of chunk `nth` travel, and its results. Frames travel in the order of their
-/// steps: a chunk's results after the next chunk's partial results.
-fn steps(nth: usize) -> (usize, usize) {
-    (2 * nth + 1, 2 * nth + 4)
-}
 
 impl Wire {
     /// All-reduces `len` bytes. `op` is `None` for the weighted mean: then `weights` holds the weights of all ranks
@@ -137,30 +135,21 @@ impl Wire {
     }
 
     /// Queues the frames with weights: those of this machine's ranks go out, and those of each other machine come in.
-    fn queue_weights(&self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) {
-        let call = call_of_step(call, WEIGHTS);
-        let payload = Arc::new(bytemuck::cast_slice(of_machine).to_vec());
-        let is_elsewhere = |rank: &usize| self.machines.machine_of(*rank) != self.here;
-        for rank in (0..self.machines.rank_count()).filter(is_elsewhere) {
-            if self.counterpart(self.here, rank) == self.me {
-                frames.send(&call, WEIGHTS, rank, (&payload, 0..payload.len()));
-            }
-        }
-        for machine in (0..self.machines.count()).filter(|machine| *machine != self.here) {
-            let room = vec![0; self.machines.ranks_of(machine).len() * size_of::<f64>()];
-            frames.receive(&call, WEIGHTS, self.counterpart(machine, self.me), room);
-        }
+    fn queue_weights(&mut self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) {
+        let bytes = |machine| size_of::<f64>() * self.machines.ranks_of(machine).len();
+        let lens: Vec<usize> = (0..self.machines.count()).map(bytes).collect();
+        let step = announcements(&self.machines, self.me, &lens);
+        self.queue(call, &step, &Arc::new(bytemuck::cast_slice(of_machine).to_vec()), frames);
     }
 
     /// Waits for the weights that were [queued](Self::queue_weights); returns those of all ranks.
     fn all_weights(&mut self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) -> Result<Vec<f64>> {
         self.flat.transport().complete(call, frames, WEIGHTS)?;
+        let mut by_machine: Vec<Vec<f64>> = frames.received(WEIGHTS).iter().map(|bytes| floats(bytes)).collect();
+        by_machine.insert(self.here, of_machine.to_vec());
         let mut weights = vec![0.0; self.machines.rank_count()];
-        let mut received = frames.received(WEIGHTS).into_iter();
-        for machine in 0..self.machines.count() {
+        for (machine, of_ranks) in by_machine.into_iter().enumerate() {
             let ranks = self.machines.ranks_of(machine).iter();
-            let here = machine == self.here;
-            let of_ranks = if here { of_machine.to_vec() } else { floats(&received.next().unwrap_or_default()) };
             ranks.zip(of_ranks).for_each(|(rank, weight)| weights[*rank] = weight);
         }
         Ok(weights)
@@ -257,42 +246,43 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// Reduces chunk by chunk, as in `plans`. At each step the partial results of a chunk leave, those of the chunk
-    /// before arrive and are put together, and the results of the chunk before that arrive and are handed out.
+    /// Reduces chunk by chunk, as in `plans`.
     ///
     /// `confirm`, if given, holds the weights of all ranks afterwards. Returns false, with nothing handed out and no
     /// frame under way, if the reduction assumed other weights, or no mean can use these.
     fn reduce(mut self, plans: &[Plan], mut confirm: Option<&mut Vec<f64>>) -> Result<bool> {
         let (mut partials, mut results) = (VecDeque::new(), VecDeque::new());
-        for step in 0..plans.len() + 2 {
-            let chunk = |back: usize| step.checked_sub(back).and_then(|nth| Some((nth, plans.get(nth)?)));
-            if let Some((nth, plan)) = chunk(0) {
-                partials.push_back(self.send_partials(nth, plan)?);
-            }
-            if step == 1
-                && let Some(weights) = confirm.take()
-            {
-                *weights = self.wire.all_weights(self.call, self.parts.weights(), &mut self.frames)?;
-                // Terms leave out ranks whose weight is not above 0, so a weight that must be refused may look like 0.
-                if checked_weights(self.call, weights).is_err() || !self.reducing.terms.are_of_weights(weights)? {
-                    let (last, _) = steps(partials.len() - 1);
-                    let received = self.complete(last)?;
-                    self.wire.spare.put_back(received);
-                    return Ok(false);
+        for turn in turns(plans.len()) {
+            match turn {
+                Turn::SendPartials(nth) => partials.push_back(self.send_partials(nth, &plans[nth])?),
+                Turn::PutTogether(nth) => {
+                    if let Some(weights) = confirm.take()
+                        && !self.confirm(weights)?
+                    {
+                        let (last, _) = steps_of(partials.len() - 1);
+                        let received = self.complete(last)?;
+                        self.wire.spare.put_back(received);
+                        return Ok(false);
+                    }
+                    if let Some(own) = partials.pop_front() {
+                        results.push_back(self.put_together(nth, &plans[nth], own)?);
+                    }
                 }
-            }
-            if let Some((nth, plan)) = chunk(1)
-                && let Some(own) = partials.pop_front()
-            {
-                results.push_back(self.put_together(nth, plan, own)?);
-            }
-            if let Some((nth, plan)) = chunk(2)
-                && let Some(own) = results.pop_front()
-            {
-                self.spread(nth, plan, own)?;
+                Turn::HandOut(nth) => {
+                    if let Some(own) = results.pop_front() {
+                        self.hand_out(nth, &plans[nth], own)?;
+                    }
+                }
             }
         }
         Ok(true)
+    }
+
+    /// Waits for the weights of all ranks. Returns false if the reduction assumed others, or no mean can use these.
+    fn confirm(&mut self, weights: &mut Vec<f64>) -> Result<bool> {
+        *weights = self.wire.all_weights(self.call, self.parts.weights(), &mut self.frames)?;
+        // Terms leave out ranks whose weight is not above 0, so a weight that must be refused may look like 0.
+        Ok(checked_weights(self.call, weights).is_ok() && self.reducing.terms.are_of_weights(weights)?)
     }
 
     /// Waits for all frames up to `step`; returns the payloads that arrived.
@@ -304,36 +294,24 @@ impl Chunks<'_> {
     /// Makes this machine's partial results of a chunk for this rank's work, and sends them to the ranks that put them
     /// together.
     fn send_partials(&mut self, nth: usize, plan: &Plan) -> Result<Arc<Vec<u8>>> {
-        let Chunks { wire, call, reducing, parts, frames } = self;
-        let ours = reducing.partial_bytes[wire.here];
+        let Chunks { wire, reducing, parts, .. } = self;
         let work: usize = plan.pieces.iter().map(|(_, range)| range.len()).sum();
-        let mut partials = wire.spare.take(work * ours);
+        let mut partials = wire.spare.take(work * reducing.partial_bytes[wire.here]);
         let bytes = plan.work_bytes(reducing);
         parts.fold(&bytes, &mut |range, sources| wire.fold(reducing, plan, &range, sources, &mut partials))?;
 
-        let (partials, (step, _)) = (Arc::new(partials), steps(nth));
-        let call_of_step = call_of_step(call, step);
-        let mut start = 0;
-        for (peer, range) in &plan.pieces {
-            let end = start + range.len() * ours;
-            if let Some(peer) = peer {
-                frames.send(&call_of_step, step, *peer, (&partials, start..end));
-            }
-            start = end;
-        }
-        for from in &plan.receives {
-            let len = from.range.len() * reducing.partial_bytes[wire.machines.machine_of(from.peer)];
-            frames.receive(&call_of_step, step, from.peer, wire.spare.take(len));
-        }
-        wire.flat.transport().advance(call, frames)?;
+        let step = plan.partials(nth, (&wire.machines, wire.me), &reducing.partial_bytes);
+        let partials = Arc::new(partials);
+        self.wire.queue(self.call, &step, &partials, &mut self.frames);
+        self.wire.flat.transport().advance(self.call, &mut self.frames)?;
         Ok(partials)
     }
 
     /// Puts this rank's own elements of a chunk together, and sends the results to the ranks that want them.
     fn put_together(&mut self, nth: usize, plan: &Plan, partials: Arc<Vec<u8>>) -> Result<Arc<Vec<u8>>> {
-        let (of_partials, step) = steps(nth);
-        let received = self.complete(of_partials)?;
-        let Chunks { wire, call, reducing, frames, .. } = self;
+        let (step, _) = steps_of(nth);
+        let received = self.complete(step)?;
+        let Chunks { wire, reducing, .. } = self;
         let (all, ours) = (plan.own(), reducing.partial_bytes[wire.here]);
         let pieces_before = plan.pieces.iter().take_while(|(peer, _)| peer.is_some());
         let start = pieces_before.map(|(_, range)| range.len()).sum::<usize>() * ours;
@@ -344,25 +322,14 @@ impl Chunks<'_> {
         wire.spare.put_back(Arc::into_inner(partials));
 
         let result = Arc::new(result);
-        if plan.returns {
-            let call = call_of_step(call, step);
-            for from in &plan.receives {
-                let range = from.range.start - all.start..from.range.end - all.start;
-                let range = range.start * reducing.size..range.end * reducing.size;
-                frames.send(&call, step, from.peer, (&result, range));
-            }
-            for (peer, range) in &plan.pieces {
-                if let Some(peer) = peer {
-                    frames.receive(&call, step, *peer, wire.spare.take(range.len() * reducing.size));
-                }
-            }
-        }
+        let step = plan.results(nth, reducing.size);
+        wire.queue(self.call, &step, &result, &mut self.frames);
         Ok(result)
     }
 
     /// Hands the results of a chunk to the ranks of this machine.
-    fn spread(&mut self, nth: usize, plan: &Plan, own: Arc<Vec<u8>>) -> Result<()> {
-        let (_, step) = steps(nth);
+    fn hand_out(&mut self, nth: usize, plan: &Plan, own: Arc<Vec<u8>>) -> Result<()> {
+        let (_, step) = steps_of(nth);
         let received = self.complete(step)?;
         let mut others = received.iter();
         let size = self.reducing.size;
@@ -376,11 +343,6 @@ impl Chunks<'_> {
         self.wire.spare.put_back(Arc::into_inner(own));
         Ok(())
     }
-}
-
-/// The call of the frames of a step.
-fn call_of_step(call: &Call, step: usize) -> Call {
-    call.at_stage((FIRST_STAGE + step % STAGES) as u8)
 }
 
 impl Plan {

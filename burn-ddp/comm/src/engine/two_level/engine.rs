@@ -5,16 +5,13 @@ use std::thread;
 
 use super::NAME;
 use super::between_machines::{Wire, floats};
-use super::schedule::{BroadcastSchedule, ReductionSchedule};
+use super::schedule::{ReductionSchedule, broadcast};
 use crate::call::{Call, Members};
 use crate::engine::shm::{Parts, ShmEngine};
 use crate::engine::{Engine, Incoming, Outgoing, checked_weights, gather_rows_into};
 use crate::membership::Membership;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
-
-/// Bytes of a broadcast that a machine passes on while it receives the next.
-const CHAIN_BYTES: usize = 1 << 20;
 
 /// Stages of a call's exchanges inside a machine.
 const FIRST: u8 = 0;
@@ -170,39 +167,6 @@ impl TwoLevelEngine {
         };
         self.wire.neighbours().iter().map(row).collect()
     }
-
-    /// Passes the root's `buf` along a chain of machines, from one of `heads` to the next (one rank per machine): while
-    /// a chunk arrives, the chunk before is sent on.
-    fn pass_on(&mut self, call: &Call, heads: &[usize], root: usize, buf: &mut [u8]) -> Result<()> {
-        let machines = heads.len();
-        let first = self.wire.machines.machine_of(root);
-        let place = (self.wire.here + machines - first) % machines;
-        let at = |place: usize| heads[(first + place) % machines];
-        let chunks = buf.len().div_ceil(CHAIN_BYTES);
-        let mut wire_call = call.clone();
-        for step in place.saturating_sub(1)..chunks + place {
-            // At this step the machine before sends chunk `step - (place - 1)`, this one `step - place`.
-            let (coming, going) = ((step + 1).checked_sub(place), step.checked_sub(place));
-            let start = |chunk: usize| (chunk * CHAIN_BYTES).min(buf.len());
-            let boundary = start(coming.unwrap_or(0));
-            let coming_end = coming.map_or(0, |chunk| start(chunk + 1));
-            let going_start = going.map_or(0, start);
-            let (before, behind) = buf.split_at_mut(if place == 0 { buf.len() } else { boundary });
-            let mut sends = Vec::new();
-            if let Some(chunk) = going.filter(|_| place + 1 < machines) {
-                let end = if place == 0 { (going_start + CHAIN_BYTES).min(before.len()) } else { boundary };
-                debug_assert!(chunk < chunks);
-                sends.push(Outgoing { peer: at(place + 1), payload: &before[going_start..end] });
-            }
-            let mut receives = Vec::new();
-            if place > 0 && coming.is_some_and(|chunk| chunk < chunks) {
-                receives.push(Incoming::new(at(place - 1), &mut behind[..coming_end - boundary]));
-            }
-            wire_call = wire_call.at_stage(SECOND + 1 + (step % 128) as u8);
-            self.wire.exchange(&wire_call, &sends, &mut receives)?;
-        }
-        Ok(())
-    }
 }
 
 impl Engine for TwoLevelEngine {
@@ -237,18 +201,8 @@ impl Engine for TwoLevelEngine {
             false => self.local.barrier(&first)?,
         }
         if self.leads() {
-            let leaders = self.wire.leaders();
-            let wire_call = call.at_stage(FIRST);
-            let mut places: Vec<&mut [u8]> = leaders.iter().map(|_| &mut [][..]).collect();
-            if BroadcastSchedule::choose(&self.wire.machines, buf.len()) == BroadcastSchedule::Chain {
-                self.wire.meet(&wire_call, &leaders)?;
-                self.pass_on(call, &leaders, root, buf)?;
-            } else if is_from_here {
-                self.wire.swap(&wire_call, &leaders, buf, places)?;
-            } else {
-                places[from] = buf;
-                self.wire.swap(&wire_call, &leaders, &[], places)?;
-            }
+            let steps = broadcast(&self.wire.machines, self.wire.here, from, buf.len());
+            self.wire.follow(call, &steps, buf)?;
         }
         if is_from_here { self.local.barrier(&second) } else { self.local.broadcast(&second, buf, 0) }
     }

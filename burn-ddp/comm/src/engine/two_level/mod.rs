@@ -3,7 +3,7 @@
 //!
 //! | part | file |
 //! |---|---|
-//! | traffic between machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
+//! | traffic between machines; pure functions | `schedule/` |
 //! | exchanges between machines | `between_machines.rs` |
 //! | reductions, chunk by chunk | `chunked_reduction.rs` |
 //! | the collectives | `engine.rs` |
