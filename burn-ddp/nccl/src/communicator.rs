@@ -34,8 +34,8 @@ pub struct Communicator {
     size: usize,
     /// True before it is ready and after a failure: dropping it then aborts it.
     broken: bool,
-    /// Stream of the last launch. After a failed wait NCCL may still launch on it, on a thread of its own, until an abort
-    /// has returned.
+    /// Stream of the last launch. After a failed wait NCCL may still launch on it, on a thread of its own, until an
+    /// abort has returned.
     stream: Option<Stream>,
     _live: process_end::Live,
 }

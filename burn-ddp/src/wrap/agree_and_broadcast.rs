@@ -16,9 +16,9 @@ use burn_ddp_comm::RowDivision;
 use super::attach::Taps;
 use super::inspect_model::{Inspected, inspect};
 use super::memory_estimate::memory;
-use super::{WrapConfig, local_parameters, rank_placement, treatment};
+use super::{WrapConfig, bucket_size, local_parameters, rank_placement, treatment};
 use crate::ddp::Ddp;
-use crate::gradients::{ReducerSettings, Slot};
+use crate::gradients::{Caps, ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Entry;
@@ -35,6 +35,8 @@ pub(crate) struct AgreedModel {
     alone: bool,
     /// True if gradients are reduced on their device.
     on_device: bool,
+    /// Size limits of buckets.
+    caps: Caps,
     slots: Vec<Slot>,
     /// True for each slot whose parameter the settings divide.
     divided: Vec<bool>,
@@ -80,8 +82,6 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
-    // On the device buffers hold flags only.
-    let caps = (!alone && !on_device).then(|| config.caps(false));
     let (mut slots, slot_of) = {
         let divides = |entry: &Entry| config.divides(&entry.dims, world.world_size()) && !bases.contains(&entry.path);
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
@@ -91,11 +91,19 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         // The part is the whole, and is trained like any other parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
-    let memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
     let mut group = ddp.state().new_group()?;
     // Errors in backward name the model by the line of its `wrap`.
     let site = Location::caller();
     group.attribute_to(site);
+    // On the device buffers hold flags only.
+    let in_host_memory = !alone && !on_device;
+    let measured = match in_host_memory && !config.sets_bucket_size() {
+        true => bucket_size::measure(ddp, &group, &slots)?,
+        false => None,
+    };
+    let caps = config.caps(!in_host_memory, measured);
+    let place = (world.rank(), world.world_size());
+    let memory = memory(&schema, &first_clone, &slots, place, in_host_memory.then_some(caps));
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
@@ -115,6 +123,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         group,
         alone,
         on_device,
+        caps,
         slots,
         divided,
         slot_of,
@@ -149,13 +158,13 @@ impl AgreedModel {
 
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
-        let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, .. } = self;
+        let AgreedModel { device, group, alone, on_device, caps, slots, divided, slot_of, .. } = self;
         let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
         let (config, memory, site) = (self.config, ddp.state().meter.holds(self.memory), self.site);
         let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
-            caps: config.caps(on_device || alone),
+            caps,
             timeout: ddp.world().options().timeout,
             replica_check: if alone { 0 } else { config.replica_check as u64 },
             exact_replicas: config.exact_replicas,

@@ -48,7 +48,7 @@ impl MemoryUse {
         let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
         let alone = world_size == 1 && !config.single_rank_reduction;
         // Rank 0 has the longest parts.
-        Ok(memory(&schema, &first_clone, &slots, (0, world_size), (!alone).then(|| config.caps(false))))
+        Ok(memory(&schema, &first_clone, &slots, (0, world_size), (!alone).then(|| config.caps(false, None))))
     }
 }
 

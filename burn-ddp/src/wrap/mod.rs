@@ -6,6 +6,7 @@
 //! | `inspect_model` | checks that a rank makes alone |
 //! | `local_parameters` | selects the parameters that each rank keeps for itself |
 //! | `treatment` | which parameters and buffers have averaged gradients |
+//! | `bucket_size` | size of buckets between machines, measured at `wrap` |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `memory_estimate` | memory of a rank, from shapes |
 //! | `parameters_to_shard` | which parameters the settings shard, before `wrap` |
@@ -16,6 +17,7 @@
 
 mod agree_and_broadcast;
 mod attach;
+mod bucket_size;
 mod find_wrapped;
 mod inspect_model;
 mod local_parameters;

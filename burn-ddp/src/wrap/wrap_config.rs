@@ -79,8 +79,8 @@ impl Default for WrapConfig {
 }
 
 impl WrapConfig {
-    /// The defaults: one backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged,
-    /// replicas compared every 100 steps.
+    /// The defaults: one backward per step, mean, buckets of 1 MiB (25 MiB for NCCL; between machines by the link),
+    /// running statistics averaged, replicas compared every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -131,8 +131,10 @@ impl WrapConfig {
     }
 
     /// Size limit of a bucket, the gradients that travel in one all-reduce: by default 1 MiB, and 25 MiB, as in torch,
-    /// for gradients that NCCL reduces on their device (not measured here). A larger gradient has a bucket of its own.
-    /// The limit does not change results, except under NCCL.
+    /// for gradients that NCCL reduces on their device (not measured here). If the ranks are on several machines, rank
+    /// 0 times seven small all-reduces in `wrap`, and the default is √(bytes of all gradients × bytes that the link
+    /// carries while a call waits), from 1 to 25 MiB. A larger gradient has a bucket of its own. The limit does not
+    /// change results, except under NCCL.
     #[must_use]
     pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.bucket_cap_bytes = Some(bytes);
@@ -379,9 +381,16 @@ impl WrapConfig {
         self.accumulation.unwrap_or(1)
     }
 
-    /// Size limits of buckets of gradients that are reduced on their device, or in host memory.
-    pub(super) fn caps(&self, on_device: bool) -> Caps {
-        let (first_bytes, bytes) = if on_device { (1 << 20, 25 << 20) } else { (256 << 10, 1 << 20) };
+    /// True if the size of buckets is set.
+    pub(super) fn sets_bucket_size(&self) -> bool {
+        self.bucket_cap_bytes.is_some()
+    }
+
+    /// Size limits of buckets of gradients that are reduced on their device, or in host memory, where `measured` is the
+    /// size for the link between machines.
+    pub(super) fn caps(&self, on_device: bool, measured: Option<usize>) -> Caps {
+        let (first_bytes, bytes) =
+            if on_device { (1 << 20, 25 << 20) } else { (256 << 10, measured.unwrap_or(1 << 20)) };
         Caps {
             first_bytes: self.first_bucket_cap_bytes.unwrap_or(first_bytes),
             bytes: self.bucket_cap_bytes.unwrap_or(bytes),

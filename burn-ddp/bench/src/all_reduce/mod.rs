@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use burn_ddp_comm::DType;
 use clap::Args;
+use clap::builder::ArgPredicate;
 use serde_json::json;
 
 use crate::contender::{Contender, Engine, Peer, Setting, ours, theirs};
@@ -29,8 +30,13 @@ use report::{Measured, X};
 /// Measurements of several numbers of ranks or dtypes are interleaved with each other, too.
 #[derive(Args, Debug)]
 pub(crate) struct AllReduce {
-    /// Engines to measure.
-    #[arg(long, value_delimiter = ',', default_value = "shm")]
+    /// Engines to measure; with --machines `auto` by default.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "shm",
+        default_value_if("machines", ArgPredicate::IsPresent, "auto")
+    )]
     engine: Vec<Engine>,
     /// Numbers of ranks. Ranks are processes, for the engine `threads` threads.
     #[arg(

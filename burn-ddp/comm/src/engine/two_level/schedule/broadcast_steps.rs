@@ -27,8 +27,8 @@ impl BroadcastSchedule {
     }
 }
 
-/// Steps of the first rank of `machine` in a broadcast of `len` bytes that machine `root` has. In the first step it hears
-/// of the call from the first rank of every other machine. In each step what arrives lies behind what leaves.
+/// Steps of the first rank of `machine` in a broadcast of `len` bytes that machine `root` has. In the first step it
+/// hears of the call from the first rank of every other machine. In each step what arrives lies behind what leaves.
 pub(in crate::engine::two_level) fn broadcast(
     machines: &Machines,
     machine: usize,
