@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use crate::event::Stop;
 use crate::node_outcome::NodeOutcome;
-use crate::nodes::{Announcement, Node, Verdict};
+use crate::nodes::{GenerationPlan, Node, Verdict};
 use crate::report::outcome::Outcome;
 use crate::report::report_files;
 
@@ -15,7 +15,7 @@ use crate::report::report_files;
 pub fn launcher(bytes: &[u8]) {
     let node: Option<Node> = parse(bytes);
     drop(node);
-    if let Some(Announcement::Start(plan)) = parse(bytes) {
+    if let Some(plan) = parse::<GenerationPlan>(bytes) {
         let ranks = plan.world_size();
         let firsts: Vec<_> = (0..plan.nodes.len()).map(|node| plan.first_rank(node)).collect();
         assert!(firsts.is_sorted() && firsts.iter().all(|first| *first <= ranks));

@@ -17,7 +17,7 @@ use crate::job_authentication::{Trust, random_id};
 use crate::job_spec::{JobSpec, Stdio};
 use crate::leftover_processes::{self, Leftovers};
 use crate::node_outcome::NodeOutcome;
-use crate::nodes::{Announcement, GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
+use crate::nodes::{GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
 use crate::output::log_dir::{JobDir, job_name};
 use crate::rank_processes::Processes;
 use crate::rank_report_dir::ReportDir;
@@ -124,13 +124,10 @@ impl Job<'_> {
     fn plan(&self, nodes: &Nodes, number: u32, job_dir: &mut Option<JobDir>) -> Result<Generation, Interrupted> {
         let (plan, store) = if nodes.decides() {
             let (plan, store) = self.new_plan(nodes, number).map_err(Interrupted::Error)?;
-            nodes.announce(number, &Announcement::Start(plan.clone()))?;
+            nodes.announce(number, &plan)?;
             (plan, Some(store))
         } else {
-            match nodes.await_plan(number, &self.events)? {
-                Announcement::Start(plan) => (plan, None),
-                Announcement::Over(trouble) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
-            }
+            (nodes.await_plan(number, &self.events)?, None)
         };
         if let (None, Some(dir)) = (&job_dir, &self.spec.output.dir) {
             *job_dir = Some(JobDir::create(dir, &plan.job_name).map_err(Interrupted::Error)?);

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `node/{k}` | launcher k, once | [`Node`]: its settings; present once it has registered |
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
-//! | `{g}/plan` | launcher 0 | [`Announcement`] of generation g |
+//! | `{g}/plan` | launcher 0 | [`GenerationPlan`] of generation g |
 //! | `{g}/stop` | the first launcher that sees the end | [`Stop`]: reason why generation g is over |
 //! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome), once all its ranks are dead |
 //! | `{g}/post-mortem/{r}` | the launcher of rank r | the report that rank r wrote when its world ended, shortened |
@@ -19,7 +19,6 @@ use burn_ddp_comm::Store;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::event::Trouble;
 use crate::report::outcome::Outcome;
 
 /// One launcher of the job.
@@ -37,14 +36,8 @@ pub(crate) struct Node {
     pub(crate) arguments: Option<u64>,
 }
 
-/// Node 0's decision before a generation: the plan by which each launcher starts its ranks, or why the job is over.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Announcement {
-    Start(GenerationPlan),
-    Over(Trouble),
-}
-
-/// Plan of a generation: the job's names, the address of the ranks' store, and the machines.
+/// Node 0's plan of a generation, by which each launcher starts its ranks: the job's names, the address of the ranks'
+/// store, and the machines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct GenerationPlan {
     pub(crate) job_id: String,

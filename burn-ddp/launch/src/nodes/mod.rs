@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::{Store, StoreServer};
 
-pub(crate) use launcher_messages::{Announcement, GenerationPlan, Node, Verdict};
+pub(crate) use launcher_messages::{GenerationPlan, Node, Verdict};
 pub(crate) use launcher_watch::Link;
 pub(crate) use meet::{Meet, meet};
 
@@ -75,8 +75,8 @@ impl Nodes {
         self.others.as_ref().map_or(&[], |others| &others.nodes)
     }
 
-    /// Publishes node 0's plan of a generation, or that no generation follows. Called by node 0 only.
-    pub(crate) fn announce(&self, generation: u32, plan: &Announcement) -> Result<(), Interrupted> {
+    /// Publishes node 0's plan of a generation. Called by node 0 only.
+    pub(crate) fn announce(&self, generation: u32, plan: &GenerationPlan) -> Result<(), Interrupted> {
         let Some(others) = &self.others else { return Ok(()) };
         others.link.enter(generation);
         // All launchers have concluded the previous generation, so none reads entries of the one before it any more.
@@ -87,7 +87,7 @@ impl Nodes {
     }
 
     /// Waits for node 0's plan of a generation. Called by all nodes but 0.
-    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Announcement, Interrupted> {
+    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<GenerationPlan, Interrupted> {
         let Some(others) = &self.others else {
             return Err(Interrupted::Error(LaunchError::Nodes(
                 "a job of one machine has no node 0 to wait for".into(),
