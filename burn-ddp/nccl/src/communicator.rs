@@ -7,6 +7,7 @@
 use std::ffi::c_int;
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -37,7 +38,18 @@ pub struct Communicator {
     /// Stream of the last launch. After a failed wait NCCL may still launch on it, on a thread of its own, until an
     /// abort has returned.
     stream: Option<Stream>,
+    closed: Closed,
     _live: process_end::Live,
+}
+
+/// Tells whether a dropped communicator has been closed: only then does NCCL use nothing any more that it was given.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Closed(Arc<AtomicBool>);
+
+impl Closed {
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 /// Longest wait for the other ranks to finalize a communicator; then this rank aborts its own side. Shorter when the
@@ -70,12 +82,27 @@ impl Communicator {
             return Err(DeviceError::Library("ncclCommInitRankConfig made no communicator".to_owned()));
         }
         let (nccl, device, handle, _live) = (nccl.clone(), device.clone(), Handle(raw), process_end::live());
-        let mut communicator = Communicator { nccl, device, handle, rank, size, broken: true, stream: None, _live };
+        let mut communicator = Communicator {
+            nccl,
+            device,
+            handle,
+            rank,
+            size,
+            broken: true,
+            stream: None,
+            closed: Closed::default(),
+            _live,
+        };
         let settled = communicator.settle("ncclCommInitRankConfig", code, check);
         process_end::wait_at_exit();
         settled?;
         communicator.broken = false;
         Ok(communicator)
+    }
+
+    /// Becomes true once the communicator has been dropped and closed.
+    pub(crate) fn closed(&self) -> Closed {
+        self.closed.clone()
     }
 
     /// Makes dropping the communicator abort it.
@@ -116,6 +143,9 @@ impl Communicator {
     /// Takes the stream of the next launch. Fails unless it belongs to this communicator's device.
     pub(crate) fn launches_on(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         stream.check_device(self.device.ordinal())?;
+        if self.broken {
+            return Err(DeviceError::Library("an earlier call of the communicator failed".to_owned()));
+        }
         self.stream = Some(stream.clone());
         Ok(())
     }
@@ -180,12 +210,13 @@ impl fmt::Debug for Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = Handle(std::mem::replace(&mut self.handle.0, std::ptr::null_mut()));
-        let (nccl, broken) = (self.nccl.clone(), self.broken);
+        let (nccl, broken, closed) = (self.nccl.clone(), self.broken, self.closed.clone());
         // Not destroyed if no thread closes the communicator.
         let stream = ManuallyDrop::new(self.stream.take());
         process_end::wait_at_exit();
         self.device.later("close", move || {
             close(&nccl, handle, broken);
+            closed.0.store(true, Ordering::Release);
             drop(ManuallyDrop::into_inner(stream));
         });
     }

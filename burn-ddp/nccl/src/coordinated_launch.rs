@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn_ddp_comm::engine::Engine;
 use burn_ddp_comm::{Call, Error, Result};
 
-use crate::communicator::{Communicator, SharedCommunicator, abort};
+use crate::communicator::{Closed, Communicator, SharedCommunicator, abort};
 use crate::error::DeviceError;
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 use crate::poison_free_lock::lock;
@@ -27,12 +27,14 @@ pub(crate) struct GroupLaunch {
     pub(crate) rank: usize,
     pub(crate) size: usize,
     pub(crate) communicator: SharedCommunicator,
+    /// The end of the communicator whose launch failed.
+    pub(crate) failed: Option<Closed>,
 }
 
 impl GroupLaunch {
     pub(crate) fn new(host: Box<dyn Engine>, rank_device: Arc<RankDevice>, call: &Call) -> Result<GroupLaunch> {
         let (rank, size) = (call.group_rank()?, call.members.count());
-        Ok(GroupLaunch { host, rank_device, rank, size, communicator: SharedCommunicator::default() })
+        Ok(GroupLaunch { host, rank_device, rank, size, communicator: SharedCommunicator::default(), failed: None })
     }
 
     /// Waits until all ranks are in this call, and returns their weights. Fails on all ranks if `cut` differs between
@@ -84,7 +86,10 @@ impl GroupLaunch {
         };
         let launched = ready.and_then(|communicator| work(communicator, &rank_device.stream, &check));
         launched.map_err(|error| {
-            shared.take().into_iter().for_each(|mut communicator| communicator.give_up());
+            if let Some(mut communicator) = shared.take() {
+                self.failed = Some(communicator.closed());
+                communicator.give_up();
+            }
             rank_device.error(error)
         })
     }

@@ -80,7 +80,7 @@ impl ThroughDevice {
         let done =
             launched.and_then(|()| wait_for_device(group, call, &staging).inspect_err(|_| abort(&group.communicator)));
         if let Err(error) = done {
-            staging.retire(&rank_device.device, &rank_device.stream);
+            staging.retire(&rank_device.device, &rank_device.stream, group.failed.clone());
             return Err(error);
         }
         take(&staging.host.bytes()[..output_bytes]);

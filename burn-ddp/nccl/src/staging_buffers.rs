@@ -3,6 +3,7 @@
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
+use crate::communicator::Closed;
 use crate::device::Device;
 use crate::device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
 use crate::error::DeviceError;
@@ -51,18 +52,22 @@ impl Staging {
     }
 
     /// Frees the buffers when the device has ended the failed work on `stream`; never if that takes longer than
-    /// [`RETIRE`].
-    pub(crate) fn retire(self, device: &Device, stream: &Stream) {
-        let enqueued = stream.record(&self.done);
-        let held = ManuallyDrop::new(self);
+    /// [`RETIRE`]. If the launch itself failed, NCCL may still enqueue kernels until its communicator is `closed`.
+    pub(crate) fn retire(self, device: &Device, stream: &Stream, closed: Option<Closed>) {
+        let (held, stream) = (ManuallyDrop::new(self), stream.clone());
         device.later("retire", move || {
             let until = Instant::now() + RETIRE;
-            while enqueued.is_ok() && Instant::now() < until {
-                match held.done.is_done() {
-                    Ok(true) => return drop(ManuallyDrop::into_inner(held)),
-                    Ok(false) => std::thread::sleep(Duration::from_millis(10)),
-                    Err(_) => break,
+            let mut enqueued = None;
+            while Instant::now() < until {
+                if closed.as_ref().is_none_or(Closed::is_over) {
+                    let enqueued = enqueued.get_or_insert_with(|| stream.record(&held.done));
+                    match enqueued.as_ref().map(|()| held.done.is_done()) {
+                        Ok(Ok(true)) => return drop(ManuallyDrop::into_inner(held)),
+                        Ok(Ok(false)) => {}
+                        Ok(Err(_)) | Err(_) => break,
+                    }
                 }
+                std::thread::sleep(Duration::from_millis(10));
             }
             tracing::debug!("memory of a collective that failed stays until the process ends");
         });

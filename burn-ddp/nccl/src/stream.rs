@@ -27,7 +27,8 @@ impl Device {
     }
 }
 
-/// A queue of work of a device. Clones are the same stream; the last one that is dropped ends it.
+/// A queue of work of a device. Clones are the same stream; the last one that is dropped ends it. A communicator holds
+/// the stream of its last launch.
 #[derive(Clone)]
 pub struct Stream {
     inner: Arc<Inner>,

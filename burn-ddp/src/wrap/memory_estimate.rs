@@ -13,8 +13,9 @@ use crate::{Error, Result};
 
 impl MemoryUse {
     /// Memory for `model`, wrapped with `config`, on the one of `world_size` ranks that holds most.
-    /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Not collective; `world_size` need not be that of this
-    /// job.
+    /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Buckets count with 1 MiB unless their size is set;
+    /// between machines `wrap` may choose up to 25 MiB, which takes 72 MiB more. Not collective; `world_size` need not
+    /// be that of this job.
     ///
     /// # Errors
     ///

@@ -41,8 +41,8 @@ pub struct WrapConfig {
     /// Micro-batches per step; `None` means 1.
     accumulation: Option<usize>,
     pub(super) reduction: GradientReduction,
-    /// Size limits of buckets; `None` means a default that depends on whether gradients are reduced in host memory or
-    /// on their device.
+    /// Size limits of buckets; `None` means a default that depends on whether gradients are reduced in host memory,
+    /// between machines, or on their device.
     first_bucket_cap_bytes: Option<usize>,
     bucket_cap_bytes: Option<usize>,
     pub(super) buffers: BufferPolicy,
@@ -79,8 +79,8 @@ impl Default for WrapConfig {
 }
 
 impl WrapConfig {
-    /// The defaults: one backward per step, mean, buckets of 1 MiB (25 MiB for NCCL; between machines by the link),
-    /// running statistics averaged, replicas compared every 100 steps.
+    /// The defaults: one backward per step, mean, buckets of 1 MiB (25 MiB for NCCL; between machines 1 to 25 MiB,
+    /// measured in `wrap`), running statistics averaged, replicas compared every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -131,10 +131,11 @@ impl WrapConfig {
     }
 
     /// Size limit of a bucket, the gradients that travel in one all-reduce: by default 1 MiB, and 25 MiB, as in torch,
-    /// for gradients that NCCL reduces on their device (not measured here). If the ranks are on several machines, rank
-    /// 0 times seven small all-reduces in `wrap`, and the default is √(bytes of all gradients × bytes that the link
-    /// carries while a call waits), from 1 to 25 MiB. A larger gradient has a bucket of its own. The limit does not
-    /// change results, except under NCCL.
+    /// for gradients that NCCL reduces on their device (not measured here). Between
+    /// machines all ranks make seven all-reduces of 1 or 4 MiB in `wrap` if there are 8 MiB of gradients or more, and
+    /// the default follows from rank 0's times: √(bytes of all gradients × bytes that the link carries in the fixed
+    /// part of a call's time), 1 to 25 MiB. A larger gradient has a bucket of its own. The limit does not change
+    /// results, except under NCCL.
     #[must_use]
     pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.bucket_cap_bytes = Some(bytes);

@@ -45,6 +45,18 @@ pub(super) enum Op {
     Never,
 }
 
+impl Op {
+    /// True if `pointer` is the beginning of what it reads or writes.
+    pub(super) fn uses(&self, pointer: u64) -> bool {
+        match self {
+            Op::Collective { part, .. } => part.input == pointer || part.output == pointer,
+            Op::Send { from, .. } => *from == pointer,
+            Op::Receive { to, .. } => *to == pointer,
+            Op::Never => false,
+        }
+    }
+}
+
 /// This rank's part in a collective, with addresses.
 pub(super) struct PartOp {
     pub(super) what: What,

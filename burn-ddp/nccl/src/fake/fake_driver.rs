@@ -173,6 +173,13 @@ impl DriverCalls for State {
     }
 
     unsafe fn mem_free(&self, pointer: DevicePtr) -> c_int {
+        let uses_it = |comm: &Arc<FakeComm>| {
+            let held = lock(&comm.held);
+            held.as_ref().is_some_and(|(_, ops)| ops.iter().any(|op| op.uses(pointer)))
+        };
+        if lock(&self.comms).values().any(uses_it) {
+            self.misused("memory was freed on which NCCL launches in the background".to_owned());
+        }
         if lock(&self.memory).remove(&pointer).is_some() { SUCCESS } else { INVALID_VALUE }
     }
 

@@ -4,6 +4,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::fake_comm::{FakeComm, Op};
 use super::fake_launch::{FIRST_OWN_OP, INVALID_ARGUMENT, INVALID_USAGE, SYSTEM_ERROR};
@@ -12,6 +13,9 @@ use super::fake_rendezvous::{FakeRendezvous, What};
 use super::fake_state::{Fault, State};
 use crate::nccl::{Config, IN_PROGRESS, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::poison_free_lock::lock;
+
+/// Time that an abort waits for a launch in the background.
+const END_OF_A_LAUNCH: Duration = Duration::from_millis(100);
 
 impl NcclCalls for State {
     unsafe fn get_version(&self, version: *mut c_int) -> c_int {
@@ -88,7 +92,9 @@ impl NcclCalls for State {
                 drop(peers);
                 let ready = joined == found.rendezvous.size
                     && (!found.finalizing.load(Ordering::Relaxed) || finalized == found.rendezvous.size);
-                let looked = held.is_none() || found.looks.fetch_sub(1, Ordering::Relaxed) <= 1;
+                let launched = found.launched.load(Ordering::Relaxed);
+                let hangs = matches!(self.fault(found.ordinal), Some(Fault::LaunchHangs(after)) if launched > after);
+                let looked = held.is_none() || !hangs && found.looks.fetch_sub(1, Ordering::Relaxed) <= 1;
                 if let Some((stream, ops)) = held.take_if(|_| looked) {
                     self.delays.dawdle();
                     self.enqueue(&found, &stream, ops);
@@ -124,8 +130,13 @@ impl NcclCalls for State {
     }
 
     unsafe fn comm_abort(&self, comm: RawComm) -> c_int {
-        let Some(found) = lock(&self.comms).remove(&(comm as u64)) else { return INVALID_ARGUMENT };
+        let Some(found) = self.comm(comm) else { return INVALID_ARGUMENT };
         found.aborted.store(true, Ordering::Release);
+        if lock(&found.held).is_some() {
+            // An abort waits for the thread that launches.
+            std::thread::sleep(END_OF_A_LAUNCH);
+        }
+        lock(&self.comms).remove(&(comm as u64));
         if !found.finalizing.load(Ordering::Relaxed) {
             lock(&found.rendezvous.state).finalized += 1;
         }

@@ -20,6 +20,8 @@ pub enum Fault {
     InitHangs,
     /// Each communicator refuses launches after this many.
     LaunchFails(u64),
+    /// Launches after this many stay in the background until they are aborted.
+    LaunchHangs(u64),
     /// Collectives launched after this many launches never complete.
     Hangs(u64),
     /// Collectives launched after this many launches never complete, and an error appears in the background.

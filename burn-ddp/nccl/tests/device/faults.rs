@@ -191,13 +191,34 @@ fn a_launch_that_is_given_up_keeps_its_stream() {
         let (id, alive) = (nccl.unique_id().unwrap(), || Ok(()));
         let mut communicator = Communicator::init((&nccl, &device), id, (0, 1), false, &alive).unwrap();
         let failed = || Err(Error::Environment { message: "the world failed".to_owned() });
-        // SAFETY: the buffer is dropped after the communicator.
+        // SAFETY: the buffer is dropped when the communicator has been closed.
         let region = unsafe { buffer.region() };
         let sum = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
         let error = communicator.all_reduce(&stream, &[(region, region)], sum, &failed).unwrap_err();
         assert_eq!(error.to_string(), "the world failed");
+        let again = communicator.all_reduce(&device.stream().unwrap(), &[(region, region)], sum, &alive).unwrap_err();
+        assert_eq!(again.to_string(), "an earlier call of the communicator failed");
         drop(stream);
         drop(communicator);
+        soon("the communicator is left", || machine.communicators() == 0);
+    }
+    assert_clean(&machine);
+}
+
+/// So are the copies of host memory that it works on.
+#[test]
+fn a_launch_that_hangs_keeps_its_memory_until_the_abort() {
+    let machine = Machine::new(2);
+    machine.inject(0, Fault::LaunchHangs(1));
+    let results = run(&machine, 2, (hasty(600), HostMemory::ThroughDevice), |rank| {
+        let group = rank.world.group().unwrap();
+        group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
+        timed(|| group.all_reduce(&mut [1.0_f32], ReduceOp::Sum))
+    });
+    for (result, took) in results {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+        assert!(took < AT_ONCE, "{took:?}");
     }
     assert_clean(&machine);
 }

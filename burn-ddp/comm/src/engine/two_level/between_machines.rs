@@ -69,7 +69,7 @@ impl Wire {
         self.exchange(call, &sends, receives)
     }
 
-    /// Does `steps`, whose bytes are those of `buf`: in each step, what arrives lies behind what leaves.
+    /// Does `steps`, whose bytes are those of `buf`: in each step, what arrives is one range, behind all that leaves.
     pub(super) fn follow(&mut self, call: &Call, steps: &[Step], buf: &mut [u8]) -> Result<()> {
         for step in steps {
             let arriving = step.receives.iter().map(|from| &from.range).filter(|range| !range.is_empty());
@@ -108,7 +108,7 @@ impl Wire {
         self.exchange(call, &sends, &mut receives)
     }
 
-    /// Queues the frames of a step, whose bytes are those of `payload`.
+    /// Queues the frames of a step: it sends bytes of `payload`, and receives into memory of its own.
     pub(super) fn queue(&mut self, call: &Call, step: &Step, payload: &Arc<Vec<u8>>, frames: &mut FramesUnderWay) {
         let call = call_of_step(call, step.number);
         for to in &step.sends {

@@ -29,7 +29,7 @@ pub(super) struct Reducing {
     size: usize,
 }
 
-/// Bytes from which on a block is used again.
+/// Bytes from which on a block is used again: a frame of a few numbers must not take a large one.
 const SMALLEST_SPARE: usize = 4096;
 
 /// Memory that is used again and again: at most what the chunks under way need.

@@ -14,9 +14,6 @@ use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::Membership;
 use crate::topology::Machines;
 
-/// Number of the exchange in which machines say if their ranks share memory.
-const AGREEMENT: u8 = u8::MAX;
-
 /// Opens a rank's groups by shared memory inside machines and tcp between them.
 pub(crate) struct TwoLevelFabric {
     /// By rank, the identity of the machine on which it can share memory; `None` if it is unknown.
@@ -54,7 +51,7 @@ impl Fabric for TwoLevelFabric {
         let here = Arc::new(Members::part(&call.members, machines.ranks_of(machines.machine_of(me))));
         let local = self.shm.try_share(&call.among(&here))?;
         let mut wire = Wire::new(HostEngine::new(self.tcp.transport(call)?), machines, me);
-        let shares = wire.of_machines(&call.at_stage(AGREEMENT), u8::from(local.is_ok()))?;
+        let shares = wire.of_machines(call, u8::from(local.is_ok()))?;
         let without = (0..shares.len()).find(|machine| shares[*machine] != 1);
         match (local, without) {
             (Ok(local), None) => Ok(Box::new(TwoLevelEngine::new(local, here, wire, self.membership.clone()))),

@@ -1,4 +1,4 @@
-//! Ways of a buffer that one machine has to all other machines.
+//! Schedules that bring a buffer from one machine to all others.
 
 use super::{Exchanged, Step};
 use crate::engine::host_engine::fit_one_exchange;

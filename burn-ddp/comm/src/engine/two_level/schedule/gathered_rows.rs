@@ -1,4 +1,4 @@
-//! Ways of a row of each rank, or of each machine, to all machines.
+//! Schedules that bring a row of each rank, or of each machine, to all machines.
 
 use super::{Exchanged, Step};
 use crate::topology::Machines;

@@ -1,5 +1,5 @@
 //! Schedules of the traffic between machines: pure functions of the machines, the weights and the length, so the
-//! schedules of all ranks fit together. Work inside a machine is a single turn of a schedule.
+//! schedules of all ranks fit together. Of the work inside a machine they only say when it is done.
 //!
 //! | file | schedules |
 //! |---|---|
@@ -8,7 +8,7 @@
 //! | `reduction_plan.rs` | reductions: who reduces and sends what, and when |
 //! | `machine_shares.rs` | how many elements each machine puts together |
 //!
-//! `simulation_tests.rs` runs the schedules of random machines.
+//! `simulation_tests.rs` runs reductions and broadcasts between random machines.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ pub(super) use self::gathered_rows::{announcements, counterpart, rows_by_local_r
 pub(super) use self::machine_shares::{Shares, Subtree, partial_bytes, segments, subtrees};
 pub(super) use self::reduction_plan::{Plan, ReductionSchedule, Turn, chunks, steps_of, turns};
 
-/// Elements or bytes of a buffer that two ranks of different machines exchange.
+/// What two ranks of different machines exchange: elements in a [`Plan`], bytes in a [`Step`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Exchanged {
     /// The other rank, in the group.
@@ -37,7 +37,7 @@ pub(super) struct Exchanged {
 /// Frames that a rank exchanges with ranks of other machines at the same time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Step {
-    /// Number of the step, which both ends of a frame give it.
+    /// Number of the step, the same at both ends of a frame.
     pub(super) number: usize,
     /// Bytes of the memory that this rank sends.
     pub(super) sends: Vec<Exchanged>,

@@ -154,10 +154,39 @@ fn predicted(machines: &Machines, predicted: impl Fn(usize, usize) -> usize) -> 
     all.clone().map(|from| all.clone().map(|to| of_pair(from, to)).collect()).collect()
 }
 
+/// Fails unless the frames of a chunk's plan lie where its partial results and results are.
+fn check_places(case: &Case, rank: usize, plan: &Plan) {
+    let Case { machines, partials, size, .. } = case;
+    let ours = partials[machines.machine_of(rank)];
+    // Partial results lie in the order of the pieces.
+    let mut end = 0;
+    let mut pieces = plan.pieces.iter().map(|(peer, range)| {
+        end += range.len() * ours;
+        (*peer, end - range.len() * ours..end)
+    });
+    let sent = plan.partials(0, (machines, rank), partials).sends;
+    for to in sent {
+        let place = pieces.by_ref().find(|(peer, _)| peer.is_some());
+        assert_eq!(place, Some((Some(to.peer), to.range)), "rank {rank} sends other partial results");
+    }
+    assert!(pieces.all(|(peer, _)| peer.is_none()), "rank {rank} keeps partial results");
+    // Results lie in the order of the elements that this rank puts together.
+    let own: Vec<usize> = plan.own().flat_map(|element| vec![element; *size]).collect();
+    for (to, wanted) in plan.results(0, *size).sends.iter().zip(&plan.receives) {
+        let elements: Vec<usize> = wanted.range.clone().flat_map(|element| vec![element; *size]).collect();
+        assert_eq!(
+            (to.peer, &own[to.range.clone()]),
+            (wanted.peer, &elements[..]),
+            "rank {rank} returns other results"
+        );
+    }
+}
+
 /// What a rank does in a reduction of several chunks, of which it has a plan each. With weights, it hears of those of
 /// all machines first.
 fn reduction(case: &Case, rank: usize, plans: &[Plan], weighted: bool) -> Vec<Doing> {
     let Case { machines, partials, size, .. } = case;
+    plans.iter().for_each(|plan| check_places(case, rank, plan));
     let mut todo = Vec::new();
     let weights: Vec<usize> = (0..machines.count()).map(|machine| 8 * machines.ranks_of(machine).len()).collect();
     if weighted {
@@ -248,10 +277,21 @@ proptest! {
                 }
             }
             assert!(there == len || rank != leaders[machine], "{rank} gets {there} of {len} bytes");
-            let doing = |step: Step| [Doing::Wait(step.number), Doing::Begin(step)];
-            let exchanges = steps.into_iter().flat_map(|step| doing(step).into_iter().rev());
+            let doing = |step: Step| {
+                let number = step.number;
+                [Doing::Begin(step), Doing::Wait(number)]
+            };
+            let exchanges = steps.into_iter().flat_map(doing);
             [Doing::Inside].into_iter().chain(exchanges).chain([Doing::Inside]).collect()
         };
+        // Both ends of a frame mean the same bytes.
+        for (from, to) in leaders.iter().flat_map(|from| leaders.iter().map(move |to| (*from, *to))) {
+            let steps = |rank: usize| broadcast(&machines, machines.machine_of(rank), root, len);
+            let with = |exchanged: Vec<Exchanged>, peer| exchanged.into_iter().filter(move |of| of.peer == peer);
+            let sent = steps(from).into_iter().flat_map(|step| with(step.sends, to)).map(|of| of.range);
+            let received = steps(to).into_iter().flat_map(|step| with(step.receives, from)).map(|of| of.range);
+            prop_assert!(from == to || sent.eq(received), "from {} to {}", from, to);
+        }
         let bytes = follow(&machines, (0..identities.len()).map(todo).collect())?;
         let is_chain = machines.count() > 2 && len * (machines.count() - 1) > 64 * 1024;
         let place = |machine: usize| (machine + machines.count() - root) % machines.count();
