@@ -132,7 +132,7 @@ impl WrapConfig {
 
     /// Size limit of a bucket, the gradients that travel in one all-reduce: by default 1 MiB, and 25 MiB, as in torch,
     /// for gradients that NCCL reduces on their device (not measured here). Between
-    /// machines all ranks make seven all-reduces of 1 or 4 MiB in `wrap` if there are 8 MiB of gradients or more, and
+    /// machines all ranks make eleven all-reduces of 1 or 4 MiB in `wrap` if there are 8 MiB of gradients or more, and
     /// the default follows from rank 0's times: √(bytes of all gradients × bytes that the link carries in the fixed
     /// part of a call's time), 1 to 25 MiB. A larger gradient has a bucket of its own. The limit does not change
     /// results, except under NCCL.
