@@ -1,5 +1,7 @@
 //! `join`: ranks whose own loaders end at different steps.
 
+use std::borrow::BorrowMut;
+
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
@@ -84,7 +86,11 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
-    pub fn join<M: Module + 'static>(&self, model: &mut M, optim: &mut ModuleOptimizer) -> Result<usize> {
+    pub fn join<M: Module + 'static>(
+        &self,
+        model: &mut M,
+        optim: &mut impl BorrowMut<ModuleOptimizer>,
+    ) -> Result<usize> {
         let wrapped = wrapped_in(self.group(), model)?;
         let wrapped = only(&wrapped, "join with")?;
         if wrapped.has_synced_norm() {
@@ -110,7 +116,7 @@ impl Ddp {
             wrapped.part_clones();
             wrapped.measure_movements_from(model);
             // A rank that trained to the end has this state; loading it would move it through Burn's default device.
-            optimizer::state::broadcast_to(mine < last, self.group(), optim, model, root)?;
+            optimizer::state::broadcast_to(mine < last, self.group(), optim.borrow_mut(), model, root)?;
         }
         Ok((last - mine) as usize)
     }

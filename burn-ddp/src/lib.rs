@@ -106,6 +106,7 @@ pub use gradients::GradientReduction;
 pub use model::param_hash::param_hash;
 pub use model::running_stats::BufferPolicy;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
+pub use optimizer::ddp_optimizer::DdpOptimizer;
 pub use optimizer::distributed::DistributedOptimizer;
 pub use scalar_reductions::{FloatScalar, Scalar};
 pub use telemetry::{Bottleneck, Cause, MemoryUse, Report, Stats, Straggler, Telemetry, TensorBoard};
@@ -125,6 +126,7 @@ pub mod prelude {
     #[cfg(feature = "train")]
     pub use crate::train::DdpTrainer;
     pub use crate::{
-        BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, Sharding, WrapConfig, param_hash,
+        BufferPolicy, Collectives, Ddp, DdpConfig, DdpOptimizer, GradientReduction, ReduceOp, Sharding, WrapConfig,
+        param_hash,
     };
 }

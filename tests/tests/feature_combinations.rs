@@ -7,11 +7,11 @@ use std::path::Path;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
-use burn_ddp::{Ddp, WrapConfig};
+use burn_ddp::{Ddp, DdpOptimizer, WrapConfig};
 use burn_ddp_tests::awkward::{Outcome, PARTS, Run, sgd};
 use burn_ddp_tests::distance;
 
@@ -99,7 +99,7 @@ impl Net {
 /// Models that are wrapped as one, and their optimizer.
 struct Unit {
     nets: Vec<Net>,
-    optim: ModuleOptimizer,
+    optim: DdpOptimizer,
 }
 
 impl Unit {

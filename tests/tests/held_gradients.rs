@@ -7,7 +7,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
+use burn::optim::{GradientsParams, SgdConfig, momentum::MomentumConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -88,7 +88,7 @@ fn train(
     let loader = ddp.loader(Together).global_batch_size(6).shuffle(1).build(InMemDataset::new((0..ITEMS).collect()))?;
     let momentum = (!matches!(kind, Kind::Other(_))).then(MomentumConfig::new);
     let optimizer = || SgdConfig::new().with_momentum(momentum.clone()).init();
-    let mut units: Vec<(Net, ModuleOptimizer)> = Vec::new();
+    let mut units: Vec<(Net, DdpOptimizer)> = Vec::new();
     for _ in 0..if kind == Kind::Two { 2 } else { 1 } {
         let net = ddp.wrap_with(net(kind, &device), &kind.config())?;
         let optim = ddp.optimizer(optimizer(), &net)?;

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use burn::module::Module;
 use burn::nn::{Initializer, Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
+use burn::optim::{AdamConfig, GradientsParams};
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use bytes_in_use::{LIVE, PEAK};
@@ -32,7 +32,7 @@ impl Deep {
     }
 
     /// Steps without a backward, which would take memory of its own.
-    fn step(self, optim: &mut ModuleOptimizer) -> Self {
+    fn step(self, optim: &mut DdpOptimizer) -> Self {
         let mut gradients = GradientsParams::new();
         for layer in &self.layers {
             gradients.register(layer.weight.id, layer.weight.base().inner().mul_scalar(0.5));

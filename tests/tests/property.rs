@@ -11,12 +11,12 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::WorldOptions;
 use burn_ddp::prelude::*;
-use burn_ddp_tests::awkward::sgd;
 use burn_ddp_tests::{device, distance, number, rows, to_f64, values};
 
 const WIDTH: usize = 4;
@@ -301,7 +301,7 @@ fn times(sum: Tensor<1>, factor: f64, device: &Device) -> Tensor<1> {
 fn optimizer(optim: Optim) -> ModuleOptimizer {
     match optim {
         Optim::Sgd => SgdConfig::new().init(),
-        Optim::Momentum => sgd(),
+        Optim::Momentum => SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
         Optim::Adam => AdamConfig::new().init(),
     }
 }

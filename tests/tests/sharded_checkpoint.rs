@@ -48,7 +48,7 @@ impl Net {
 }
 
 /// A step on 12 sequences, divided between the ranks.
-fn step(ddp: &Ddp, model: Net, optim: &mut ModuleOptimizer, step: usize) -> anyhow::Result<Net> {
+fn step(ddp: &Ddp, model: Net, optim: &mut DdpOptimizer, step: usize) -> anyhow::Result<Net> {
     let device = ddp.device()?.autodiff();
     let own = 12 / ddp.world_size();
     let token = |i: usize| ((7 * i + 5 * step + i * i) % 11) as i32;
@@ -169,8 +169,8 @@ fn a_thread_writes_the_same_files_and_plain_burn_reads_them() {
             let step_of = directory.join("step-00000003");
             let model = Net::new(&ddp.device()?.autodiff(), 9).load_file(step_of.join("model.bpk"));
             let loaded = param_hash(&model)?;
-            let mut optim = AdamConfig::new().init().load(step_of.join("optimizer.bpk"))?;
-            let model = step(&ddp, ddp.wrap(model)?, &mut optim, 3)?;
+            let optim = AdamConfig::new().init().load(step_of.join("optimizer.bpk"))?;
+            let model = step(&ddp, ddp.wrap(model)?, &mut optim.into(), 3)?;
             Ok((loaded, param_hash(&model)?))
         });
         hashes.unwrap().remove(0)

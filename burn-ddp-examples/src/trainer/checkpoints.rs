@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn_ddp::Ddp;
+use burn_ddp::DdpOptimizer;
 use burn_ddp::checkpoint::Checkpoints;
 use burn_ddp::data::ShardedLoader;
 use serde::{Deserialize, Serialize};
@@ -60,7 +61,7 @@ impl Saves {
     pub(super) fn load<M: Module, O: Send + 'static>(
         &self,
         model: &mut M,
-        optim: &mut ModuleOptimizer,
+        optim: &mut DdpOptimizer,
         train: &ShardedLoader<O>,
         epochs: usize,
     ) -> Result<Progress> {

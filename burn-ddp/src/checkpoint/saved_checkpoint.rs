@@ -1,5 +1,6 @@
 //! Loading a saved checkpoint: rank 0 reads its files and sends their contents.
 
+use std::borrow::BorrowMut;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
@@ -193,11 +194,13 @@ impl Checkpoint {
     ///
     /// As in [`Checkpoints`](super::Checkpoints).
     #[track_caller]
-    pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
+    pub fn optimizer<O: BorrowMut<ModuleOptimizer>, M: Module>(&self, mut optim: O, model: &M) -> Result<O> {
         let name = format!("{}optimizer.bpk", self.prefix);
         let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
         let file = self.open(&name)?;
-        load_optimizer::load(self.ddp.group(), optim, model, file.as_ref(), saved_ids, &name)
+        let own = optim.borrow_mut();
+        *own = load_optimizer::load(self.ddp.group(), own.clone(), model, file.as_ref(), saved_ids, &name)?;
+        Ok(optim)
     }
 
     /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.

@@ -73,6 +73,8 @@ struct HookState<B: Backend> {
     read: Read,
     leaf: NodeId,
     apart: bool,
+    /// See [`TapHandle::mixed`].
+    mixed: bool,
     value: Option<FloatTensor<B>>,
 }
 
@@ -87,12 +89,12 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
         // The layers that used the read have run and are gone: another owner of the node is the tensor that the read
         // returned.
         let is_kept = Arc::strong_count(&ops.node) > 1;
-        let HookState { read, leaf, apart, value } = ops.state;
+        let HookState { read, leaf, apart, mixed, value } = ops.state;
         read.model.lookups.trained(read.slot, leaf);
         if is_kept {
             read.model.lookups.kept(read.slot, leaf);
         }
-        read.model.clone().hook::<B>(read, (leaf, apart), value, gradient, grads);
+        read.model.clone().hook::<B>(read, (leaf, apart, mixed), value, gradient, grads);
     }
 }
 
@@ -115,11 +117,11 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        let TapHandle { model, slot, apart, value_id } = tap;
+        let TapHandle { model, slot, apart, value_id, mixed } = tap;
         if !x.is_tracked() {
             if model.is_sharded(slot) {
                 let (part, trainable) = (x.primitive().clone(), model.is_trainable(slot));
-                let tap = TapHandle { model, slot, apart, value_id };
+                let tap = TapHandle { model, slot, apart, value_id, mixed };
                 // A frozen layer over trained ones keeps the whole until its backward, as Burn recomputes only tracked
                 // nodes.
                 let whole = if trainable { evaluated::<B>(part, &tap) } else { gathered::<B>(&tap, part).0 };
@@ -140,10 +142,10 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             OpsKind::Tracked(prep) => prep.finish(model.clone(), primitive),
             OpsKind::UnTracked(prep) => return prep.finish(primitive),
         };
-        let read = || HookState { read: Read::new(model.clone(), slot), leaf, apart, value };
+        let read = || HookState { read: Read::new(model.clone(), slot), leaf, apart, mixed, value };
         let read = match model.is_sharded(slot) {
             true => {
-                let tap = TapHandle { model: model.clone(), slot, apart, value_id };
+                let tap = TapHandle { model: model.clone(), slot, apart, value_id, mixed };
                 let (whole, number) = gathered::<B>(&tap, gate.primitive().clone());
                 let again = Regather::<B> { tap, read: number, part: gate.id(), backend: PhantomData };
                 // This strategy, whatever that of the device is, so that nothing keeps the whole until backward.

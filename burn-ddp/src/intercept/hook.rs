@@ -19,7 +19,7 @@ impl WrappedModel {
     pub(super) fn hook<B: GradientMemory>(
         self: Arc<Self>,
         read: Read,
-        (leaf, apart): (NodeId, bool),
+        (leaf, apart, mixed): (NodeId, bool, bool),
         value: Option<FloatTensor<B>>,
         gradient: FloatTensor<B>,
         grads: &mut Gradients,
@@ -36,7 +36,7 @@ impl WrappedModel {
             state.compared[read.slot] = value;
         }
         if state.error.is_none() {
-            let taken = self.take(state, &read, leaf, gradient);
+            let taken = self.take(state, &read, (leaf, mixed), gradient);
             self.note_outcome(state, taken);
         }
         drop(read);
@@ -47,7 +47,7 @@ impl WrappedModel {
         &self,
         state: &mut State<B>,
         read: &Read,
-        leaf: NodeId,
+        (leaf, mixed): (NodeId, bool),
         gradient: FloatTensor<B>,
     ) -> Result<()> {
         let slot = &mut state.slots[read.slot];
@@ -59,7 +59,7 @@ impl WrappedModel {
             )));
         }
         if self.is_divided(read.slot) {
-            self.refuse_unchecked_optimizer(read.slot)?;
+            self.refuse_mixed_elements(read.slot, leaf, mixed)?;
         }
         slot.leaf = Some(leaf);
         let sum = match slot.partial.take() {

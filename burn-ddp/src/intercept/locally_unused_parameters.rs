@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::tensor::{Shape, Tensor};
 
 use super::absent_gradients::{STEPS, Suspects};
 use super::autodiff_nodes::DdpBackend;
@@ -96,9 +96,7 @@ impl WrappedModel {
     /// Warns once if a step of this rank may have missed an average. The cause of the change is not known: it may be a
     /// step by hand that left a parameter out, or a clamp of the weights after a step that all ranks skipped.
     pub(super) fn warn_missed<B: GradientMemory>(&self, state: &mut State<B>) {
-        if !self.averages_wait() {
-            return;
-        }
+        // Also where nothing waits: this forgets deliveries whose `Gradients` are gone.
         let waiting = state.stand_ins.waiting();
         let missed = waiting.begin_backward();
         self.averages_wait.store(!waiting.is_empty(), Ordering::Release);
@@ -354,6 +352,20 @@ impl Handoff {
         moved(self.id()) != moved(ParamId::new())
     }
 
+    /// True if a parameter with the id of this one, and the shape that it has on this rank, requires a gradient after
+    /// `mapper` has come to it; before, it does if `trains`.
+    pub(super) fn trains_after(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper, trains: bool) -> bool {
+        let (mut shape, dtype) = tap.model.shape(tap.slot);
+        if let Some(shards) = tap.model.shards().filter(|_| tap.model.is_sharded(tap.slot)) {
+            shape = shards.part_dims(tap.slot);
+        }
+        with_dims!(self.dims, D => {
+            let zeros = Tensor::<D>::zeros(Shape::from(shape), (&tap.model.device, dtype)).set_require_grad(trains);
+            mapper.map_float(Param::initialized(self.id(), zeros)).is_require_grad()
+        }, else trains)
+    }
+
+    /// The parameter's id.
     fn id(&self) -> ParamId {
         ParamId::from(self.id.get())
     }

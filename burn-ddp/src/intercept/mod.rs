@@ -59,13 +59,13 @@ pub(crate) use parameter_tap::Tap;
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{
-    MOST_SHARED_BYTES, Part, ShardedParameter, cut, parts, refuse_parts_without_tap, refuse_sharded,
-    sharded_parameters, sharded_paths, sums_over_parts, tell_peers_of_parts, whole,
+    MOST_SHARED_BYTES, Part, ShardedParameter, SteppedSlot, cut, parts, refuse_parts_without_tap, refuse_sharded,
+    sharded_parameters, sharded_paths, step_by_elements, sums_over_parts, tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
 #[cfg(feature = "train")]
 pub(crate) use tap_bypass::is_bypassed;
-pub(crate) use tap_bypass::{bypass, replace};
+pub(crate) use tap_bypass::{bypass, element_wise, replace};
 pub use wrapped_model::TapHandle;
 pub(crate) use wrapped_model::WrappedModel;
 pub(crate) use wrapped_model_setup::open_model;

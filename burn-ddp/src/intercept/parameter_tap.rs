@@ -13,9 +13,9 @@ use super::autodiff_nodes::DdpBackend;
 use super::load_save_mappers::{loads, note_read, report_records, saves};
 use super::locally_unused_parameters::Handoff;
 use super::model_walk::{TAP_NAME, note_visit};
-use super::tap_bypass::{is_bypassed, is_replacing};
+use super::tap_bypass::{is_bypassed, is_replacing, steps_elements};
 use super::unused_parameter_averages::Found;
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::wrapped_model::{StepOf, TapHandle, WrappedModel};
 use crate::ddp::Ddp;
 
 /// The tap of a parameter: an identity that also reports the gradient of the value that passes through.
@@ -26,6 +26,11 @@ pub(crate) struct Tap {
     handle: TapHandle,
     _live: Live,
     handoff: Handoff,
+    /// True if the parameter is sharded and a mapper has come to it in this copy of which the program did not say that
+    /// it treats each element by itself.
+    mixed: bool,
+    /// True if the parameter is frozen in this copy, as far as the tap has seen.
+    frozen: bool,
 }
 
 /// Counts the taps of a slot.
@@ -59,22 +64,41 @@ impl Tap {
         slot: usize,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Self) {
-        let handle = TapHandle { model, slot, apart: false, value_id: 0 };
+        let handle = TapHandle { model, slot, apart: false, value_id: 0, mixed: false };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
-        let handoff = Handoff::new(&param);
+        let (handoff, frozen) = (Handoff::new(&param), !handle.model.is_trainable(slot));
         let param = report_records(param, &handle);
-        (param, Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff })
+        (param, Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff, mixed: false, frozen })
     }
 
     /// The slot of the parameter and the wrapped model that this tap is a part of, as of now.
     pub(super) fn handle(&self) -> TapHandle {
         let (apart, value_id) = (self.handoff.is_apart(), self.handoff.value_id());
-        TapHandle { apart, value_id, ..self.handle.clone() }
+        TapHandle { apart, value_id, mixed: self.mixed, ..self.handle.clone() }
     }
 
     /// Looks up the average that an optimizer may apply to the parameter in this copy of the model.
     pub(super) fn find(&self) -> Found {
         self.handoff.find(&self.handle())
+    }
+
+    /// True if the value of the parameter in this copy may be mixed after `mapper` has come to it: elements of one rank
+    /// may depend on others of the same rank.
+    fn may_mix(&mut self, mapper: &mut impl ModuleMapper) -> bool {
+        let TapHandle { model, slot, .. } = &self.handle;
+        if !model.is_divided(*slot) || steps_elements() {
+            return false;
+        }
+        match model.step_of(*slot) {
+            StepOf::Elements => return false,
+            StepOf::Nothing => return self.mixed,
+            StepOf::Unknown => {}
+        }
+        // Freezing and unfreezing change no value. Steps, too, may make what they return require a gradient.
+        let freezes = !self.handoff.trains_after(&self.handle, mapper, true);
+        let was_frozen = self.frozen;
+        self.frozen = freezes || was_frozen && !self.handoff.trains_after(&self.handle, mapper, false);
+        self.mixed || !freezes && !was_frozen
     }
 
     /// The wrapped model that this tap is a part of.
@@ -141,13 +165,15 @@ impl Module for Tap {
 
     /// Notes that the parameter is mapped. An optimizer steps by mapping; it has used the average that this copy showed
     /// it, unless the parameter's id has changed.
-    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+    fn map<M: ModuleMapper>(mut self, mapper: &mut M) -> Self {
         if !is_bypassed() {
+            self.mixed = self.may_mix(mapper);
             self.handle.model.lookups.mapped(self.handle.slot);
             self.handle.model.note_map();
             self.handoff.map(&self.handle, loads(&self.handle), mapper);
         } else if is_replacing() {
             self.handoff.replaced(&self.handle);
+            self.mixed = false;
         }
         self
     }

@@ -1,4 +1,4 @@
-//! Reads and visits that pass the taps by, as if the model were not wrapped.
+//! Reads and visits that pass the taps by, as if the model were not wrapped, and maps that step each element by itself.
 
 use std::cell::Cell;
 
@@ -6,6 +6,8 @@ use std::cell::Cell;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Taps {
     Work,
+    /// As usual, but maps treat each element by itself, so they may step this rank's rows of a sharded parameter.
+    StepElements,
     Bypassed,
     /// Bypassed, but for maps: these note that all ranks give the parameter another value.
     Replaced,
@@ -13,6 +15,11 @@ enum Taps {
 
 thread_local! {
     static TAPS: Cell<Taps> = const { Cell::new(Taps::Work) };
+}
+
+/// Runs `f`, whose maps treat each element of a parameter by itself.
+pub(crate) fn element_wise<T>(f: impl FnOnce() -> T) -> T {
+    within(Taps::StepElements, f)
 }
 
 /// Runs `f` with parameters read and visited as if they had no tap.
@@ -38,7 +45,12 @@ fn within<T>(taps: Taps, f: impl FnOnce() -> T) -> T {
 
 /// True inside [`bypass`] and [`replace`] on this thread.
 pub(crate) fn is_bypassed() -> bool {
-    TAPS.get() != Taps::Work
+    TAPS.get() >= Taps::Bypassed
+}
+
+/// True inside [`element_wise`] on this thread.
+pub(super) fn steps_elements() -> bool {
+    TAPS.get() == Taps::StepElements
 }
 
 /// True inside [`replace`] on this thread.

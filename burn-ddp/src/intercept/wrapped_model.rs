@@ -1,9 +1,10 @@
 //! A wrapped model on one rank: the state that the taps of all its copies share.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use burn::backend::autodiff::NodeId;
 use burn::module::ParamId;
 use burn::tensor::{DType, Device};
 use burn_ddp_comm::ProcessGroup;
@@ -41,6 +42,10 @@ pub(crate) struct WrappedModel {
     divided: Vec<bool>,
     /// True for each slot whose parameter some optimizer was found to step element by element.
     optimizer_fits: Vec<AtomicBool>,
+    /// For each slot, the [`StepOf`] of the optimizer that is making a step.
+    steps_of: Vec<AtomicU8>,
+    /// Node of each sharded slot's leaf in the last backward; 0 before the first.
+    pub(super) trained_leaves: Vec<AtomicU64>,
     /// Number of the last value that a mapper gave the parameter of a slot in any copy.
     value_ids: Vec<AtomicU64>,
     reduction: GradientReduction,
@@ -92,6 +97,17 @@ pub(crate) struct WrappedModel {
     pub(super) stale: OnceLock<Error>,
 }
 
+/// What a map of a sharded parameter is, as far as the optimizer that maps it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepOf {
+    /// The program has not said.
+    Unknown,
+    /// A checked optimizer steps each element by itself.
+    Elements,
+    /// An optimizer of Burn that has no gradient for the parameter, so it changes nothing.
+    Nothing,
+}
+
 /// A parameter of a wrapped model. Opaque: made by `wrap`, passed through [`DdpBackend`](super::DdpBackend).
 #[derive(Clone, Debug)]
 pub struct TapHandle {
@@ -102,6 +118,8 @@ pub struct TapHandle {
     /// Number of the parameter's value in this copy. Copies whose values may differ have different numbers, which are
     /// the same on every rank.
     pub(super) value_id: u64,
+    /// True if the parameter is sharded and a mapper that may mix its elements has come to this copy.
+    pub(super) mixed: bool,
 }
 
 impl std::fmt::Debug for WrappedModel {
@@ -133,6 +151,8 @@ impl WrappedModel {
             shards: None,
             divided: vec![false; slots.len()],
             optimizer_fits: slots.iter().map(|_| AtomicBool::new(false)).collect(),
+            steps_of: slots.iter().map(|_| AtomicU8::new(StepOf::Unknown as u8)).collect(),
+            trained_leaves: slots.iter().map(|_| AtomicU64::new(0)).collect(),
             value_ids: slots.iter().map(|_| AtomicU64::new(0)).collect(),
             reduction,
             memory: Mutex::new(None),
@@ -232,17 +252,41 @@ impl WrappedModel {
         self.optimizer_fits[slot].store(true, Ordering::Release);
     }
 
-    /// Refuses to train a sharded parameter that no checked optimizer steps.
-    pub(super) fn refuse_unchecked_optimizer(&self, slot: usize) -> Result<()> {
-        if self.optimizer_fits[slot].load(Ordering::Acquire) {
-            return Ok(());
+    /// Notes what maps of the parameter of a slot are from now on.
+    pub(super) fn note_step_of(&self, slot: usize, step: StepOf) {
+        self.steps_of[slot].store(step as u8, Ordering::Release);
+    }
+
+    /// What a map of the parameter of a slot is now.
+    pub(super) fn step_of(&self, slot: usize) -> StepOf {
+        match self.steps_of[slot].load(Ordering::Acquire) {
+            n if n == StepOf::Elements as u8 => StepOf::Elements,
+            n if n == StepOf::Nothing as u8 => StepOf::Nothing,
+            _ => StepOf::Unknown,
         }
+    }
+
+    /// Refuses to train a sharded parameter that no checked optimizer steps, or whose value, now on `leaf`, was changed
+    /// by a mapper that may mix elements.
+    pub(super) fn refuse_mixed_elements(&self, slot: usize, leaf: NodeId, mixed: bool) -> Result<()> {
         let path = &self.slots[slot].path;
-        Err(self.fault(format!(
-            "no optimizer was checked for the sharded parameter {path}: call `let mut optim = ddp.optimizer(optim, \
-            &model)?` before the first backward, with each optimizer and the model or the part of it that it steps; \
-            freeze parameters that no optimizer steps"
-        )))
+        if !self.optimizer_fits[slot].load(Ordering::Acquire) {
+            return Err(self.fault(format!(
+                "no optimizer was checked for the sharded parameter {path}: call `let mut optim = \
+                ddp.optimizer(optim, &model)?` before the first backward, with each optimizer and the model or the \
+                part of it that it steps; freeze parameters that no optimizer steps"
+            )));
+        }
+        let last = self.trained_leaves[slot].swap(leaf.value, Ordering::AcqRel);
+        if mixed && last != 0 && last != leaf.value {
+            return Err(self.fault(format!(
+                "the sharded parameter {path} was changed since its last backward by something that \
+                `ddp.optimizer` did not check: an optimizer, or a mapper of the program. Each rank has only some rows, \
+                so every element must be stepped by itself. Step with the optimizers that `ddp.optimizer(optim, \
+                &model)` returns, and put a mapper that treats each element by itself into `ddp.element_wise(|| ..)`"
+            )));
+        }
+        Ok(())
     }
 
     /// Number of a value that a mapper has just given the parameter of a slot. After each backward the numbers go on
@@ -262,6 +306,11 @@ impl WrappedModel {
     /// True if the settings divide the parameter of a slot, also in a world of 1.
     pub(crate) fn is_divided(&self, slot: usize) -> bool {
         self.divided[slot]
+    }
+
+    /// True if the settings divide some parameter, also in a world of 1.
+    pub(crate) fn has_divided(&self) -> bool {
+        self.divided.contains(&true)
     }
 
     /// True if each rank keeps the parameter or buffer with this path and id for itself. The path may be one in a part

@@ -2,8 +2,10 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_ddp_comm::RowDivision;
 
+use super::ddp_optimizer::DdpOptimizer;
 use crate::ddp::Ddp;
 use crate::intercept::{ShardedParameter, refuse_parts_without_tap, sharded_parameters};
 use crate::model::schema::unreadable;
@@ -11,27 +13,25 @@ use crate::tensor_conversion::data_of;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result};
 
-/// Rows and columns of the parameter that is stepped whole and in two parts: multiples of the widths of vector
-/// instructions, so that no kernel treats a rest of the parts in another way.
-const ROWS: usize = 32;
-const COLUMNS: usize = 32;
 /// Sizes of the gradients. The largest has a norm near the largest whose square an f32 holds, so that it is clipped by
 /// any limit that a gradient may exceed; the others find steps that depend on the size in another way.
 const SIZES: [f32; 3] = [1e-2, 1e3, 1e17];
+/// Share of the largest movement by which elements may differ.
+const ROUNDING: f32 = 1e-4;
 /// Steps at each size.
 const STEPS: usize = 4;
 
 impl Ddp {
     /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the
     /// wrapped model, or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer,
-    /// with the model that `step` will get. A backward with a gradient of a sharded parameter for which no optimizer
-    /// was checked is an error. An unchecked optimizer that steps parameters of a checked one is not noticed. Not
-    /// collective: it communicates nothing.
+    /// with the model that `step` will get, and step with what it returns; pass that in again to check it for another
+    /// part. A backward with a gradient of a sharded parameter for which no optimizer was checked is an error, and so
+    /// is one after another optimizer stepped the parameter. Not collective: it communicates nothing.
     ///
     /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
-    /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two
-    /// parts, with gradients of several sizes, up to one that any limit of a norm clips. For a model without sharded
-    /// parameters it does nothing.
+    /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on the rows of the first two ranks,
+    /// together and apart, with gradients of several sizes, up to one that any limit of a norm clips: twelve steps, and
+    /// for their time the memory of two ranks' rows with state. For a model without sharded parameters it does nothing.
     ///
     /// # Errors
     ///
@@ -58,16 +58,17 @@ impl Ddp {
     /// })?;
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
-    pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
-        wrapped_in(self.group(), model)?;
+    pub fn optimizer<M: Module>(&self, optim: impl Into<DdpOptimizer>, model: &M) -> Result<DdpOptimizer> {
+        let mut optim = optim.into();
+        let wrapped = wrapped_in(self.group(), model)?;
         refuse_parts_without_tap(model)?;
         // Without the state of earlier steps, which has the shape of a part.
-        let fresh = optim.clone().load_record(OptimizerRecord::default());
+        let fresh = ModuleOptimizer::clone(&optim).load_record(OptimizerRecord::default());
         let (mut fits, mut refused) = (Vec::new(), Vec::new());
         let (sharded, device) = (sharded_parameters(model), device_of(model));
         for parameter in &sharded {
             let ShardedParameter { path, id, dims, trains, .. } = parameter;
-            match mixes_elements(&fresh, path, *id, *dims, &device)? {
+            match mixes_elements(&fresh, path, *id, dims, self.world_size(), &device)? {
                 false => fits.push(parameter),
                 true if *trains => refused.push(path.as_str()),
                 // No optimizer steps it as long as it is frozen.
@@ -81,7 +82,9 @@ impl Ddp {
                  parameters: begin with a new optimizer",
             ));
         }
-        fits.into_iter().for_each(ShardedParameter::note_optimizer);
+        if wrapped.iter().any(|wrapped| wrapped.has_divided()) {
+            optim.fit(fits.into_iter().map(ShardedParameter::slot));
+        }
         Ok(optim)
     }
 }
@@ -104,59 +107,81 @@ pub(crate) fn device_of<M: Module>(model: &M) -> Device {
     model.devices().into_iter().next().unwrap_or_default().without_autodiff()
 }
 
-/// True if an optimizer without state steps a parameter of so many dimensions, on `device`, in another way than its two
-/// halves.
+/// True if an optimizer without state steps the rows that the first two of `world_size` ranks have of a parameter of
+/// shape `dims`, on `device`, together in another way than apart. In a world of 1 the rows are divided between two.
 pub(crate) fn mixes_elements(
     fresh: &ModuleOptimizer,
     path: &str,
     id: ParamId,
-    dims: usize,
+    dims: &[usize],
+    world_size: usize,
     device: &Device,
 ) -> Result<bool> {
-    match dims {
-        2 => differs::<2>(fresh, path, id, device),
-        3 => differs::<3>(fresh, path, id, device),
-        4 => differs::<4>(fresh, path, id, device),
-        5 => differs::<5>(fresh, path, id, device),
-        6 => differs::<6>(fresh, path, id, device),
-        7 => differs::<7>(fresh, path, id, device),
-        _ => differs::<8>(fresh, path, id, device),
+    let division = RowDivision { rows: dims[0], row_bytes: 1, world_size: world_size.max(2) };
+    let rows = [0, 1].map(|rank| division.rows_of(rank).len());
+    match dims.len() {
+        2 => differs::<2>(fresh, path, id, rows, dims, device),
+        3 => differs::<3>(fresh, path, id, rows, dims, device),
+        4 => differs::<4>(fresh, path, id, rows, dims, device),
+        5 => differs::<5>(fresh, path, id, rows, dims, device),
+        6 => differs::<6>(fresh, path, id, rows, dims, device),
+        7 => differs::<7>(fresh, path, id, rows, dims, device),
+        _ => differs::<8>(fresh, path, id, rows, dims, device),
     }
 }
 
-/// True if steps of the parameter differ from steps of its halves. In f32, whatever the device's default: in f16 the
-/// largest gradients would be infinite, and both results NaN.
-fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId, device: &Device) -> Result<bool> {
+/// True if steps of all `rows` differ from steps of those of each of two ranks, by more than kernels differ which
+/// compute the last elements of a tensor in another way. In f32, whatever the device's default: in f16 the largest
+/// gradients would be infinite, and both results NaN.
+fn differs<const D: usize>(
+    optim: &ModuleOptimizer,
+    path: &str,
+    id: ParamId,
+    [first, second]: [usize; 2],
+    whole: &[usize],
+    device: &Device,
+) -> Result<bool> {
     let mut dims = [1; D];
-    (dims[0], dims[1]) = (ROWS, COLUMNS);
+    dims.copy_from_slice(whole);
+    dims[0] = first + second;
+    let (rows, len) = (dims[0], dims.iter().product::<usize>());
     let floats = |ints: Tensor<1, Int>| -> Tensor<1> { ints.float().cast(DType::F32) };
     let ramp = |salt: f32, size: f32| -> Tensor<D> {
-        let ramp = floats(Tensor::arange(0..(ROWS * COLUMNS) as i64, device));
+        let ramp = floats(Tensor::arange(0..len as i64, device));
         ((ramp * 0.37 + salt).sin() * size).reshape(dims)
     };
-    let alternating = floats(Tensor::arange(0..(ROWS * COLUMNS) as i64, device).remainder_scalar(2));
-    let steps = |rows: std::ops::Range<usize>| -> Result<TensorData> {
+    let alternating = floats(Tensor::arange(0..len as i64, device).remainder_scalar(2));
+    let steps = |range: std::ops::Range<usize>| -> Result<Vec<f32>> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
         // Every other element is 0, which the smallest step changes.
         let start = ramp(0.5, 1.0) * alternating.clone().reshape(dims);
         let start: Tensor<D> =
-            Tensor::from_data(start.slice_dim(0, rows.clone()).into_data(), (&device.clone().autodiff(), DType::F32));
+            Tensor::from_data(start.slice_dim(0, range.clone()).into_data(), (&device.clone().autodiff(), DType::F32));
         let mut probe = Probe { path: path.into(), param: Param::initialized(id, start.require_grad()) };
         let mut optim = optim.clone();
         // Row r grows with the step, so that norms of the halves do not keep their ratio.
-        let growth = floats(Tensor::arange(0..ROWS as i64, device));
+        let growth = floats(Tensor::arange(0..rows as i64, device));
         for (step, size) in SIZES.into_iter().flat_map(|size| (0..STEPS).map(move |step| (step, size))) {
             let mut column = [1; D];
-            column[0] = ROWS;
+            column[0] = rows;
             let growth = growth.clone().mul_scalar(step as f32).add_scalar(1.0).reshape(column);
-            let gradient = (ramp(1.0 + step as f32, size) * growth).slice_dim(0, rows.clone());
+            let gradient = (ramp(1.0 + step as f32, size) * growth).slice_dim(0, range.clone());
             let mut gradients = GradientsParams::new();
             gradients.register(id, gradient);
             probe = optim.step(0.01, probe, gradients);
         }
-        data_of(probe.param.val()).map_err(|e| unreadable(path, &e))
+        let data = data_of(probe.param.val()).map_err(|e| unreadable(path, &e))?;
+        Ok(data.iter::<f32>().collect())
     };
-    let (whole, first, second) = (steps(0..ROWS)?, steps(0..ROWS / 2)?, steps(ROWS / 2..ROWS)?);
-    Ok(*whole.as_bytes() != *[first.as_bytes(), second.as_bytes()].concat())
+    let (together, apart) = (steps(0..rows)?, [steps(0..first)?, steps(first..rows)?].concat());
+    let start = ramp(0.5, 1.0) * alternating.reshape(dims);
+    let start: Vec<f32> = data_of(start).map_err(|e| unreadable(path, &e))?.iter().collect();
+    let moves = together.iter().chain(&apart).zip(start.iter().chain(&start)).map(|(end, start)| (end - start).abs());
+    let tolerance = moves.fold(0.0, f32::max) * ROUNDING;
+    // NaN differs from everything.
+    Ok(together.iter().zip(&apart).any(|(a, b)| a != b && !((a - b).abs() <= tolerance)))
 }
 
 /// A module of one parameter, which it shows at the path of another, since optimizers have groups by path.

@@ -85,7 +85,7 @@ pub(super) fn new<M: LearnerModel>(
     let (fresh, device) = (optim.clone().load_record(OptimizerRecord::default()), device_of(&model));
     let mut refused = Vec::new();
     for parameter in divided.iter().filter(|parameter| parameter.trains) {
-        if mixes_elements(&fresh, &parameter.path, parameter.id, parameter.dims.len(), &device)? {
+        if mixes_elements(&fresh, &parameter.path, parameter.id, &parameter.dims, ddp.world_size(), &device)? {
             refused.push(&parameter.path);
         }
     }

@@ -73,7 +73,8 @@ fn run_with(name: &str, run: impl Fn() -> anyhow::Result<Run>) -> Option<anyhow:
     macro_rules! find {
         ($($family:ident: $($case:ident $(= $why:literal)?),* $(,)?;)*) => {
             $($(if name == concat!(stringify!($family), "::", stringify!($case)) {
-                return Some(run().and_then(|run| $family::$case(&run)));
+                // Optimizers that are to be checked are in `tests/sharding`.
+                return Some(run().and_then(|run| run.ddp.clone().element_wise(|| $family::$case(&run))));
             })*)*
         };
     }

@@ -21,9 +21,9 @@ fn loss(run: &Run, model: &Branches, step: usize) -> Tensor<1> {
     run.over_parts(|part| model.loss(run.x(step, part), (part / 2 + step) % 3))
 }
 
-fn train(run: &Run, mut optim: ModuleOptimizer) -> Result<Outcome> {
+fn train(run: &Run, optim: ModuleOptimizer) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
-    optim = run.checked(optim, &model)?;
+    let mut optim = run.checked(optim, &model)?;
     for step in 0..6 {
         let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
         model = optim.step(0.01, model, grads);

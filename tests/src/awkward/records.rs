@@ -135,7 +135,7 @@ pub(super) fn optimizer_record(run: &Run) -> Result<Outcome> {
         let l = loss(run, &model, step);
         model = run.step(&mut optim, model, l);
         if step == 2 {
-            optim = adam().load_record(optim.to_record());
+            optim = optim.clone().load_record(optim.to_record());
         }
     }
     Ok(run.outcome(&model)?.within(1e-4))

@@ -6,7 +6,7 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, Gradients, TensorData};
 use burn_ddp::prelude::*;
@@ -206,7 +206,7 @@ impl Run {
     }
 
     /// Returns `optim` once `ddp.optimizer` has checked that it can train `model`.
-    pub fn checked<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
+    pub fn checked<M: Module>(&self, optim: impl Into<DdpOptimizer>, model: &M) -> Result<DdpOptimizer> {
         Ok(self.ddp.optimizer(optim, model)?)
     }
 
@@ -225,7 +225,7 @@ impl Run {
     }
 
     /// Backward and optimizer step, as a user writes them.
-    pub fn step<M: Module>(&self, optim: &mut ModuleOptimizer, model: M, loss: Tensor<1>) -> M {
+    pub fn step<M: Module>(&self, optim: &mut DdpOptimizer, model: M, loss: Tensor<1>) -> M {
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         optim.step(0.1, model, grads)
     }
@@ -254,11 +254,11 @@ impl Run {
 }
 
 /// SGD with momentum.
-pub fn sgd() -> ModuleOptimizer {
-    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+pub fn sgd() -> DdpOptimizer {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init().into()
 }
 
 /// Adam.
-pub fn adam() -> ModuleOptimizer {
-    AdamConfig::new().init()
+pub fn adam() -> DdpOptimizer {
+    AdamConfig::new().init().into()
 }

@@ -11,7 +11,7 @@ fn frozen(ddp: &Ddp, device: &Device) -> Gpt {
     Gpt { tokens: model.tokens.freeze(), up: model.up.freeze(), ..model }
 }
 
-fn stepped(ddp: &Ddp, model: Gpt, optim: &mut ModuleOptimizer, step: usize) -> anyhow::Result<Gpt> {
+fn stepped(ddp: &Ddp, model: Gpt, optim: &mut DdpOptimizer, step: usize) -> anyhow::Result<Gpt> {
     let loss = model.loss(tokens(ddp.rank(), step, &ddp.device()?.autodiff()));
     let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
     Ok(optim.step(0.01, model, grads))

@@ -3,6 +3,7 @@
 mod bits;
 mod faults_of_a_rank;
 mod frozen;
+mod other_optimizers;
 mod replaced_values;
 mod traffic;
 mod unequal_ranks;
@@ -86,12 +87,7 @@ fn sharded() -> WrapConfig {
     WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1)
 }
 
-fn train(
-    ddp: &Ddp,
-    config: &WrapConfig,
-    optim: ModuleOptimizer,
-    steps: usize,
-) -> anyhow::Result<(Gpt, ModuleOptimizer)> {
+fn train(ddp: &Ddp, config: &WrapConfig, optim: ModuleOptimizer, steps: usize) -> anyhow::Result<(Gpt, DdpOptimizer)> {
     let device = ddp.device()?.autodiff();
     let mut model = ddp.wrap_with(Gpt::new(&device, ddp.rank() as u64), config)?;
     let mut optim = ddp.optimizer(optim, &model)?;
@@ -331,10 +327,7 @@ impl Two {
 
 /// Trains [`Two`] sharded and not, on 1 to 3 ranks; `train` gets a model and an optimizer with momentum and weight
 /// decay.
-fn same_as_unsharded(
-    config: &WrapConfig,
-    train: impl Fn(&Ddp, Two, &mut ModuleOptimizer) -> anyhow::Result<Two> + Sync,
-) {
+fn same_as_unsharded(config: &WrapConfig, train: impl Fn(&Ddp, Two, &mut DdpOptimizer) -> anyhow::Result<Two> + Sync) {
     for world in 1..4 {
         let [whole, parts] =
             [config.clone(), config.clone().with_sharding(Sharding::Parameters).with_sharding_above(1)].map(|config| {
@@ -349,7 +342,7 @@ fn same_as_unsharded(
     }
 }
 
-fn stepped(optim: &mut ModuleOptimizer, model: Two, grads: GradientsParams) -> Two {
+fn stepped(optim: &mut DdpOptimizer, model: Two, grads: GradientsParams) -> Two {
     if grads.is_empty() { model } else { optim.step(0.1, model, grads) }
 }
 

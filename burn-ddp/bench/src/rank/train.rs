@@ -40,7 +40,7 @@ enum Trainee {
     Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
     /// Model, optimizer and number of items in a batch.
-    Transformer(Box<(Transformer, ModuleOptimizer, usize)>),
+    Transformer(Box<(Transformer, DdpOptimizer, usize)>),
 }
 
 /// A model of bare parameters.

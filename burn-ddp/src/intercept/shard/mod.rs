@@ -33,8 +33,8 @@ pub(crate) use part_for_files::{Part, parts};
 #[cfg(feature = "train")]
 pub(crate) use parts_and_wholes::own_rows;
 pub(crate) use parts_and_wholes::{
-    ShardedParameter, cut, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
-    tell_peers_of_parts, whole,
+    ShardedParameter, SteppedSlot, cut, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
+    step_by_elements, tell_peers_of_parts, whole,
 };
 pub(crate) use shard_group::MOST_SHARED_BYTES;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};

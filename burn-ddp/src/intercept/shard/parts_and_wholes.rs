@@ -2,8 +2,10 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
+use std::sync::{Arc, Weak};
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
 use super::shard_group::Purpose;
@@ -11,7 +13,7 @@ use crate::intercept::backward_failure::tell_peers;
 use crate::intercept::load_save_mappers::why_part;
 use crate::intercept::model_walk::{AtTap, find, walk};
 use crate::intercept::tap_bypass::bypass;
-use crate::intercept::wrapped_model::TapHandle;
+use crate::intercept::wrapped_model::{StepOf, TapHandle, WrappedModel};
 use crate::model::schema::unreadable;
 use crate::tensor_conversion::data_of;
 use crate::{Error, Result};
@@ -80,32 +82,102 @@ pub(crate) fn sharded_paths<M: Module>(model: &M) -> HashSet<String> {
 pub(crate) struct ShardedParameter {
     pub(crate) path: String,
     pub(crate) id: ParamId,
-    /// Number of dimensions.
-    pub(crate) dims: usize,
+    /// Shape of the whole.
+    pub(crate) dims: Vec<usize>,
     /// True if it requires a gradient.
     pub(crate) trains: bool,
     pub(super) tap: TapHandle,
 }
 
 impl ShardedParameter {
+    /// The parameter, for the optimizer that steps it.
+    pub(crate) fn slot(&self) -> SteppedSlot {
+        SteppedSlot { model: Arc::downgrade(&self.tap.model), slot: self.tap.slot }
+    }
+}
+
+/// A sharded parameter that an optimizer steps. Does not keep its model.
+#[derive(Clone, Debug)]
+pub(crate) struct SteppedSlot {
+    model: Weak<WrappedModel>,
+    slot: usize,
+}
+
+impl PartialEq for SteppedSlot {
+    fn eq(&self, other: &Self) -> bool {
+        self.slot == other.slot && Weak::ptr_eq(&self.model, &other.model)
+    }
+}
+
+impl SteppedSlot {
     /// Notes that an optimizer steps the parameter element by element.
     pub(crate) fn note_optimizer(&self) {
-        self.tap.model.note_optimizer(self.tap.slot);
+        self.with_model(|model| model.note_optimizer(self.slot));
     }
+
+    fn with_model(&self, f: impl FnOnce(&WrappedModel)) {
+        if let Some(model) = self.model.upgrade() {
+            f(&model);
+        }
+    }
+}
+
+/// Runs `step`, in which an optimizer of Burn that treats each element of the parameters `fits` by itself steps `model`
+/// by `grads`.
+pub(crate) fn step_by_elements<M: Module, T>(
+    fits: &[SteppedSlot],
+    model: M,
+    grads: GradientsParams,
+    step: impl FnOnce(M, GradientsParams) -> T,
+) -> T {
+    struct Find<'a>(&'a GradientsParams, Vec<(SteppedSlot, bool)>);
+    impl AtTap for Find<'_> {
+        /// True if the parameter has a gradient.
+        type Seen = bool;
+
+        fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<bool> {
+            Some(self.0.get::<D>(param.id).is_some())
+        }
+
+        fn leave(&mut self, _: &str, has_gradient: bool, tap: Option<TapHandle>) {
+            if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
+                self.1.push((SteppedSlot { model: Arc::downgrade(&tap.model), slot: tap.slot }, has_gradient));
+            }
+        }
+    }
+    struct End(Vec<(SteppedSlot, bool)>);
+    impl Drop for End {
+        fn drop(&mut self) {
+            self.0.iter().for_each(|(of, _)| of.with_model(|model| model.note_step_of(of.slot, StepOf::Unknown)));
+        }
+    }
+    let mut find = Find(&grads, Vec::new());
+    walk(&model, &mut find);
+    for (of, has_gradient) in &find.1 {
+        let step = match (has_gradient, fits.contains(of)) {
+            (false, _) => StepOf::Nothing,
+            (true, true) => StepOf::Elements,
+            (true, false) => StepOf::Unknown,
+        };
+        of.with_model(|model| model.note_step_of(of.slot, step));
+    }
+    let _end = End(find.1);
+    step(model, grads)
 }
 
 /// The sharded parameters of `model`.
 pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<ShardedParameter> {
     struct Find(Vec<ShardedParameter>);
     impl AtTap for Find {
-        type Seen = (ParamId, usize, bool);
+        type Seen = (ParamId, bool);
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
-            Some((param.id, D, param.is_require_grad()))
+            Some((param.id, param.is_require_grad()))
         }
 
-        fn leave(&mut self, path: &str, (id, dims, trains): Self::Seen, tap: Option<TapHandle>) {
+        fn leave(&mut self, path: &str, (id, trains): Self::Seen, tap: Option<TapHandle>) {
             if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
+                let dims = tap.model.slots[tap.slot].dims.clone();
                 self.0.push(ShardedParameter { path: path.to_owned(), id, dims, trains, tap });
             }
         }

@@ -1,0 +1,118 @@
+//! A step late in a long run costs what an early one costs: time, memory, descriptors and threads stay as they are.
+
+mod bytes_in_use;
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn_ddp::prelude::*;
+use bytes_in_use::LIVE;
+
+/// Steps of each kind of loop.
+const STEPS: usize = 100_000;
+
+#[derive(Module, Debug)]
+struct Net {
+    a: Linear,
+    b: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let layer = || LinearConfig::new(2, 2).init(device);
+        Net { a: layer(), b: layer() }
+    }
+
+    fn loss(&self, device: &Device) -> Tensor<1> {
+        self.b.forward(self.a.forward(Tensor::<2>::ones([1, 2], device))).mean()
+    }
+}
+
+/// What a process uses.
+#[derive(Debug)]
+struct Use {
+    /// Time of a step on a processor, of all threads.
+    step: Duration,
+    bytes: usize,
+    descriptors: usize,
+    threads: usize,
+}
+
+/// Time of this process on processors, in steps of 10 ms.
+fn processor_time() -> Duration {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let (_, after_name) = stat.rsplit_once(") ").unwrap();
+    let ticks = after_name.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap());
+    Duration::from_millis(10 * ticks.sum::<u64>())
+}
+
+/// Runs `step` so many times. Returns what the first tenth and the last tenth of the steps used.
+fn tenths(steps: usize, mut step: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<[Use; 2]> {
+    let entries = |directory: &str| std::fs::read_dir(directory).map_or(0, Iterator::count);
+    let mut tenth = || {
+        let before = processor_time();
+        (0..steps / 10).try_for_each(|_| step())?;
+        let step = (processor_time() - before) / (steps / 10) as u32;
+        let [descriptors, threads] = ["/proc/self/fd", "/proc/self/task"].map(entries);
+        anyhow::Ok(Use { step, bytes: LIVE.load(Relaxed), descriptors, threads })
+    };
+    let first = tenth()?;
+    (1..9).try_for_each(|_| tenth().map(drop))?;
+    Ok([first, tenth()?])
+}
+
+/// A loop: makes its models, and runs the steps.
+type Loop = fn(&Ddp, &Device, usize) -> anyhow::Result<[Use; 2]>;
+
+fn run(name: &str, world: usize, steps: usize, of: Loop) {
+    let ranks = Ddp::spawn(world, |ddp| of(&ddp, &ddp.device()?.autodiff(), steps)).unwrap();
+    let [first, last] = &ranks[0];
+    println!("{name}, {world} ranks: {first:?} -> {last:?}");
+    // Memory of a step is there or not, depending on what Burn has freed; a byte a step would be more.
+    assert!(last.bytes < first.bytes + steps / 10, "{name}: {first:?} {last:?}");
+    assert!(last.step < 3 * first.step, "{name}: {first:?} {last:?}");
+    assert!(
+        last.descriptors <= first.descriptors + 2 && last.threads <= first.threads + 2,
+        "{name}: {first:?} {last:?}"
+    );
+}
+
+fn trains(ddp: &Ddp, device: &Device, steps: usize, config: &WrapConfig) -> anyhow::Result<[Use; 2]> {
+    let mut model = Some(ddp.wrap_with(Net::new(device), config)?);
+    let mut optim = ddp.optimizer(SgdConfig::new().init(), model.as_ref().expect("it is there"))?;
+    tenths(steps, || {
+        let net = model.take().expect("it is there");
+        let grads = GradientsParams::from_grads(ddp.backward(&net.loss(device), &net)?, &net);
+        model = Some(if grads.is_empty() { net } else { optim.step(1e-6, net, grads) });
+        Ok(())
+    })
+}
+
+fn plain(ddp: &Ddp, device: &Device, steps: usize) -> anyhow::Result<[Use; 2]> {
+    trains(ddp, device, steps, &WrapConfig::new())
+}
+
+/// Everything in one test: the memory of tests beside each other cannot be told apart.
+#[test]
+fn a_late_step_costs_what_an_early_one_costs() {
+    run("plain", 1, STEPS, plain);
+    run("plain", 2, STEPS / 5, plain);
+    run("accumulation", 1, STEPS, |ddp, device, steps| {
+        trains(ddp, device, steps, &WrapConfig::new().with_accumulation(3))
+    });
+    run("sharded", 2, STEPS / 5, |ddp, device, steps| {
+        let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
+        trains(ddp, device, steps, &config)
+    });
+}
+
+/// `cargo test --release --test long_runs -- --ignored --nocapture`
+#[test]
+#[ignore = "minutes"]
+fn a_million_steps() {
+    run("plain", 1, 1_000_000, plain);
+}
