@@ -3,11 +3,19 @@
 
 use burn_ddp_comm::ProcessGroup;
 
+use crate::ddp::Ddp;
 use crate::model::schema::{Entry, difference, digest};
 use crate::{Error, Result};
 
 /// Settings that must be the same on all ranks: a name that users know, and the value.
 pub(crate) type Settings = Vec<(String, String)>;
+
+/// Ends the waits of the other ranks with an error of this rank, unless it came from them.
+pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
+    if !matches!(error, Error::Comm(_)) {
+        ddp.world().fail(error.to_string());
+    }
+}
 
 /// This rank's result `mine` of doing `what`, if no rank failed. *Collective*.
 ///

@@ -1,8 +1,7 @@
 //! Weight of a backward: the number of items (or tokens, or whatever its loss is a mean over).
 //!
-//! A batch of a training loader is the weight of every backward from the moment it is handed out until its loader hands
-//! out the next one or its epoch is over. A weight that the user sets meanwhile replaces it. Without either, a backward
-//! has weight 1.
+//! A batch of a training loader is the weight of every call from the moment it is handed out until a loader hands out
+//! the next one. A call may give another weight. Without a loader a call weighs 1.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,45 +20,20 @@ pub(crate) struct BatchWeight(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Set by the user since the last batch.
-    explicit: Option<f64>,
-    /// By loader: the last batch that was handed out, as long as it may be the weight of a backward.
-    in_use: BTreeMap<LoaderKey, InUse>,
-    /// Batches so far: those of all loaders, and one for each weight that the user set.
+    /// The last batch that a training loader handed out.
+    last: Option<LoaderBatch>,
+    /// Number of batches so far, over all loaders.
     count: u64,
-    /// By loader: the last step whose batch had a backward.
+    /// Number of batches that were handed out since the last call or skip.
+    waiting: u64,
+    /// Weight of the call that is open.
+    of_call: Option<f64>,
+    /// By loader: the last step whose batch had a call or a skip.
     used: BTreeMap<LoaderKey, Step>,
     /// Batches that loaders handed out before gradients were averaged for the first time.
     before_averages: u32,
     /// True once gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
-    /// Number of batches of a loader's epoch that had no backward before the next one was handed out.
-    passed_over: BTreeMap<LoaderKey, u64>,
-    /// Evidence that batches are read ahead of their backwards.
-    read_ahead: ReadAhead,
-}
-
-/// Evidence that a loop takes each batch before the backward of the previous batch, as `peekable` does.
-#[derive(Debug, Default, PartialEq)]
-enum ReadAhead {
-    #[default]
-    Unknown,
-    /// In the epoch that has ended, exactly one batch had no backward when the next was handed out. If a backward comes
-    /// before any further batch, it is that of the epoch's last batch, and so the loop reads ahead.
-    OneMissing,
-    /// The warning is due, or given.
-    Warned,
-}
-
-#[derive(Debug)]
-struct InUse {
-    batch: LoaderBatch,
-    /// Number of the batch, over all loaders.
-    number: u64,
-    /// The batch had a backward.
-    used: bool,
-    /// Its epoch was dropped before the batch had a backward: it stays in use until any loader hands out a batch.
-    taken_out: bool,
 }
 
 /// A step of a loader, as the world's tracks know it.
@@ -88,19 +62,20 @@ pub(crate) struct LoaderBatch {
     pub(crate) last: bool,
 }
 
-/// Batch of one backward.
+/// Batch of one call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Batch {
-    /// Weight of the backward.
+    /// Weight of the call.
     pub(crate) items: f64,
+    /// True if the program gave the weight. One batch may then be several micro-batches.
+    pub(crate) weighted: bool,
     /// Batches so far, over all loaders.
     pub(crate) number: u64,
     /// Step of the batch, if it comes from a loader.
     pub(crate) step: Option<Step>,
-    /// This is the first backward of that step.
+    /// This is the first call of that step.
     pub(crate) first: bool,
-    /// The batch is the last of its epoch. False where the user set the weight: one batch may then be several
-    /// micro-batches.
+    /// The batch is the last of its epoch.
     pub(crate) last: bool,
 }
 
@@ -117,37 +92,14 @@ pub(crate) fn check(weight: f64) -> Result<(), String> {
     }
 }
 
-impl Inner {
-    /// The batch of the next backward. Batches that had no backward yet go first, batches of dropped epochs last; of
-    /// several the newest.
-    fn current(&mut self) -> Option<&mut InUse> {
-        self.in_use.values_mut().max_by_key(|b| (!b.taken_out, !b.used, b.number))
-    }
-
-    fn items(&mut self) -> f64 {
-        self.explicit.unwrap_or_else(|| self.current().map_or(1.0, |b| b.batch.weight))
-    }
-}
-
 impl BatchWeight {
     /// Records that a loader hands out a batch. Returns true once, if [`FORGOTTEN`] batches were handed out and
     /// gradients were never averaged, as when `wrap` was forgotten.
     pub(crate) fn note_batch(&self, batch: LoaderBatch) -> bool {
         let mut w = self.lock();
-        w.explicit = None;
         w.count += 1;
-        let number = w.count;
-        w.in_use.retain(|_, b| !b.taken_out);
-        if w.read_ahead == ReadAhead::OneMissing {
-            w.read_ahead = ReadAhead::Unknown;
-        }
-        let loader = batch.step.loader();
-        let before = w.in_use.insert(loader, InUse { batch, number, used: false, taken_out: false });
-        let passed_over = w.passed_over.entry(loader).or_default();
-        match before.map(|b| b.used) {
-            Some(used) => *passed_over += u64::from(!used),
-            None => *passed_over = 0,
-        }
+        w.waiting += 1;
+        w.last = Some(batch);
         w.before_averages = w.before_averages.saturating_add(1);
         w.before_averages == FORGOTTEN && !w.averages
     }
@@ -157,88 +109,64 @@ impl BatchWeight {
         self.lock().averages = true;
     }
 
-    /// Records that `epoch` of a loader, on `track`, is over: it ran out of batches if `ended`, and was dropped before
-    /// otherwise.
-    pub(crate) fn end_epoch(&self, track: Track, epoch: usize, ended: bool) {
-        let mut w = self.lock();
-        // The loader may have begun another epoch meanwhile.
-        let of_epoch = |b: &InUse| b.batch.step.track == track && b.batch.step.at.epoch as usize == epoch;
-        let Some((&loader, batch)) = w.in_use.iter_mut().find(|(_, b)| of_epoch(b)) else { return };
-        let all_used = batch.used;
-        if ended || batch.used {
-            w.in_use.remove(&loader);
-            let one_missing = w.passed_over.remove(&loader) == Some(1) && all_used && w.explicit.is_none();
-            if ended && one_missing && w.read_ahead == ReadAhead::Unknown {
-                w.read_ahead = ReadAhead::OneMissing;
-            }
-            w.explicit = None;
-        } else {
-            batch.taken_out = true;
-        }
-    }
-
-    /// The last step of `track` whose batch had a backward.
+    /// The last step of `track` whose batch had a call.
     pub(crate) fn used(&self, track: Track) -> Option<Progress> {
         self.lock().used.values().find(|step| step.track == track).map(|step| step.at)
     }
 
-    /// True if a backward had a batch of a training loader.
+    /// True if a call had a batch of a training loader.
     pub(crate) fn reads_loaders(&self) -> bool {
         !self.lock().used.is_empty()
     }
 
-    /// Returns true once, in the first backward that shows that batches are read ahead of their backwards.
-    pub(crate) fn shows_reading_ahead(&self) -> bool {
-        let mut w = self.lock();
-        let shows = w.read_ahead == ReadAhead::OneMissing && w.explicit.is_none() && w.in_use.is_empty();
-        if shows {
-            w.read_ahead = ReadAhead::Warned;
-        }
-        shows
-    }
-
-    /// Sets the weight of the following backwards, until a loader hands out its next batch or the epoch in use ends.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] if [`check`] refuses it.
-    pub(crate) fn set(&self, items: f64) -> Result<()> {
-        check(items).map_err(Error::invalid)?;
-        let mut w = self.lock();
-        w.explicit = Some(items);
-        // The backwards that follow count as a batch of their own.
-        w.count += 1;
-        Ok(())
-    }
-
-    /// Weight of the running or next backward.
+    /// Weight of the call that is open, or of the last batch; 1 without either.
     pub(crate) fn items(&self) -> f64 {
-        self.lock().items()
+        let w = self.lock();
+        w.of_call.unwrap_or_else(|| w.last.map_or(1.0, |batch| batch.weight))
     }
 
-    /// Takes the batch of the backward that begins.
+    /// Takes the batch of the call that begins, to which the program gave the weight `items` or none.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if several loaders handed out a batch for it and the user did not set the items.
-    pub(crate) fn take(&self) -> Result<Batch> {
+    /// [`Error::Invalid`] if [`check`] refuses the weight, or several batches were handed out for one call.
+    pub(crate) fn take(&self, items: Option<f64>) -> Result<Batch> {
+        items.map_or(Ok(()), check).map_err(Error::invalid)?;
         let mut w = self.lock();
         w.averages = true;
-        let unused = w.in_use.values().filter(|b| !b.used && !b.taken_out).count();
-        if w.explicit.is_none() && unused > 1 {
+        if items.is_none() && w.waiting > 1 {
             return Err(Error::invalid(format!(
-                "{unused} training loaders were read for one backward, so its number of items is ambiguous: call \
-                 `ddp.set_batch_items(items)` before the backward, or read evaluation data through `ddp.eval_loader`",
+                "{} batches of training loaders were handed out since the last backward (read ahead, zipped, or left \
+                out), so the weight of this one is not known: call `ddp.weighted(items).backward(..)`, with 0 for a \
+                batch that must not count; or `ddp.skip_batch()?`, on every rank, for each batch that gets no \
+                backward; or read data for evaluation through `ddp.eval_loader`",
+                w.waiting
             )));
         }
-        let (items, number, explicit) = (w.items(), w.count, w.explicit.is_some());
-        let Some(current) = w.current() else {
-            return Ok(Batch { items, number, step: None, first: false, last: false });
-        };
-        let (LoaderBatch { step, last, .. }, first) = (current.batch, !current.used);
-        w.in_use.values_mut().for_each(|b| b.used = true);
+        let first = w.waiting > 0;
+        w.waiting = 0;
+        let of_loader = w.last.map_or(1.0, |batch| batch.weight);
+        let (items, weighted) = (items.unwrap_or(of_loader), items.is_some());
+        w.of_call = Some(items);
+        let (step, last) = (w.last.map(|batch| batch.step), w.last.is_some_and(|batch| batch.last));
+        if let Some(step) = step {
+            w.used.insert(step.loader(), step);
+        }
+        Ok(Batch { items, weighted, number: w.count, step, first, last })
+    }
+
+    /// Ends the call that is open.
+    pub(crate) fn end_call(&self) {
+        self.lock().of_call = None;
+    }
+
+    /// Records that the last batch gets no backward. Returns its step.
+    pub(crate) fn skip(&self) -> Option<Step> {
+        let mut w = self.lock();
+        w.waiting = w.waiting.saturating_sub(1);
+        let step = w.last.map(|batch| batch.step)?;
         w.used.insert(step.loader(), step);
-        Ok(Batch { items, number, step: Some(step), first, last: last && !explicit })
+        Some(step)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -262,145 +190,62 @@ mod tests {
         w.note_batch(LoaderBatch { step: step(loader), weight, last: false });
     }
 
-    fn backward(w: &BatchWeight) -> f64 {
-        w.take().unwrap().items
+    fn call(w: &BatchWeight) -> f64 {
+        let items = w.take(None).unwrap().items;
+        w.end_call();
+        items
     }
 
     #[test]
-    fn a_batch_weighs_all_of_its_backwards() {
+    fn a_batch_weighs_all_of_its_calls_until_the_next_batch() {
         let w = BatchWeight::default();
-        assert_eq!(backward(&w), 1.0);
+        assert_eq!(call(&w), 1.0);
         hand_out(&w, 0, 7.0);
         assert_eq!(w.items(), 7.0, "and looking takes nothing");
-        let batch = Batch { items: 7.0, number: 1, step: Some(step(0)), first: true, last: false };
-        assert_eq!(w.take().unwrap(), batch);
-        assert_eq!(w.used(track(0)), Some(step(0).at));
+        let step = Some(step(0));
+        let batch = Batch { items: 7.0, weighted: false, number: 1, step, first: true, last: false };
+        assert_eq!(w.take(None).unwrap(), batch);
+        assert_eq!(w.used(track(0)), step.map(|step| step.at));
         assert_eq!(w.used(Track::Batches { group: 1, loader: 0, run: 2 }), None);
-        assert_eq!(w.take().unwrap(), Batch { first: false, ..batch });
+        assert_eq!(w.take(None).unwrap(), Batch { first: false, ..batch });
+        let weighted = Batch { items: 0.5, weighted: true, first: false, ..batch };
+        assert_eq!(w.take(Some(0.5)).unwrap(), weighted);
+        assert_eq!(w.items(), 0.5, "in the call");
+        w.end_call();
+        assert_eq!([w.items(), call(&w)], [7.0; 2]);
     }
 
     #[test]
-    fn a_batch_weighs_nothing_after_its_epoch() {
-        for ended in [true, false] {
-            let w = BatchWeight::default();
+    fn batches_without_a_call_are_an_error_until_something_is_said_of_them() {
+        let w = BatchWeight::default();
+        let two = |other: u32| {
             hand_out(&w, 0, 7.0);
-            backward(&w);
-            w.end_epoch(track(0), 0, ended);
-            assert_eq!(backward(&w), 1.0, "after the loop");
-            // The same with a weight set for the batch.
-            hand_out(&w, 0, 7.0);
-            w.set(5.0).unwrap();
-            assert_eq!(backward(&w), 5.0);
-            w.end_epoch(track(0), 0, ended);
-            assert_eq!(backward(&w), 1.0, "after the loop");
-        }
-        let w = BatchWeight::default();
-        hand_out(&w, 0, 7.0);
-        w.end_epoch(track(0), 1, true);
-        w.end_epoch(Track::Batches { group: 1, loader: 0, run: 0 }, 0, true);
-        assert_eq!(backward(&w), 7.0, "the end of another epoch of the loader");
-    }
-
-    #[test]
-    fn a_batch_taken_out_of_its_epoch_weighs_until_the_next() {
-        let w = BatchWeight::default();
-        hand_out(&w, 0, 7.0);
-        w.end_epoch(track(0), 0, false); // `let batch = train.iter().next()`
-        assert_eq!([backward(&w), backward(&w)], [7.0; 2]);
-        hand_out(&w, 1, 3.0);
-        assert_eq!(backward(&w), 3.0);
-        w.end_epoch(track(1), 0, true);
-        assert_eq!(backward(&w), 1.0);
-    }
-
-    #[test]
-    fn batches_read_for_validation_weigh_nothing() {
-        for ended in [true, false] {
-            let w = BatchWeight::default();
-            hand_out(&w, 0, 7.0);
-            hand_out(&w, 1, 3.0);
-            w.end_epoch(track(1), 0, ended);
-            assert_eq!(backward(&w), 7.0, "validation before the backward");
-            hand_out(&w, 1, 3.0);
-            w.end_epoch(track(1), 0, ended);
-            assert_eq!(backward(&w), 7.0, "and between two");
-        }
-        let w = BatchWeight::default();
-        hand_out(&w, 1, 3.0);
-        w.end_epoch(track(1), 0, true);
-        assert_eq!(backward(&w), 1.0, "and beside a loader that is not ours");
-    }
-
-    #[test]
-    fn two_loaders_are_ambiguous_until_said() {
-        let w = BatchWeight::default();
-        hand_out(&w, 0, 7.0);
-        hand_out(&w, 1, 3.0);
-        let e = w.take().unwrap_err().to_string();
-        assert!(e.contains("2 training loaders") && e.contains("ddp.set_batch_items(items)"), "{e}");
-        w.set(10.0).unwrap();
-        assert_eq!(backward(&w), 10.0);
-        hand_out(&w, 0, 7.0);
-        assert_eq!(backward(&w), 7.0);
-        hand_out(&w, 1, 3.0);
-        w.end_epoch(track(1), 0, true);
-        hand_out(&w, 0, 5.0);
-        assert_eq!(backward(&w), 5.0);
-    }
-
-    #[test]
-    fn the_last_batch_of_an_epoch_is_known_to_each_of_its_backwards_unless_it_is_cut() {
-        let w = BatchWeight::default();
-        w.note_batch(LoaderBatch { step: step(0), weight: 2.0, last: true });
-        assert!(w.take().unwrap().last && w.take().unwrap().last);
-        w.set(1.0).unwrap();
-        assert!(!w.take().unwrap().last, "the batch may be several micro-batches");
-    }
-
-    /// Hands out `batches` of an epoch, calls `backward` after those that `has_backward` says, and ends the epoch.
-    fn epoch(w: &BatchWeight, loader: u32, batches: usize, has_backward: impl Fn(usize) -> bool) {
-        for nth in 0..batches {
-            hand_out(w, loader, 7.0);
-            if has_backward(nth) {
-                backward(w);
-            }
-        }
-        w.end_epoch(track(loader), 0, true);
-    }
-
-    #[test]
-    fn reading_ahead_shows_in_the_backward_after_the_epoch() {
-        // `peekable`: the first batch is handed out alone, and the last backward comes after the end.
-        let w = BatchWeight::default();
-        epoch(&w, 0, 3, |nth| nth > 0);
-        assert!(w.shows_reading_ahead(), "the backward of the third batch");
-        backward(&w);
-        assert!(!w.shows_reading_ahead(), "once");
-        epoch(&w, 0, 3, |nth| nth > 0);
-        assert!(!w.shows_reading_ahead(), "once");
-
-        let quiet = |prepare: &dyn Fn(&BatchWeight)| {
-            let w = BatchWeight::default();
-            prepare(&w);
-            assert!(!w.shows_reading_ahead());
+            hand_out(&w, other, 3.0);
+            let e = w.take(None).unwrap_err().to_string();
+            assert!(
+                e.contains("2 batches") && e.contains("ddp.weighted(items)") && e.contains("ddp.skip_batch()"),
+                "{e}"
+            );
         };
-        quiet(&|w| epoch(w, 0, 3, |_| true));
-        quiet(&|w| epoch(w, 0, 4, |nth| nth > 1)); // two batches were skipped
-        quiet(&|w| epoch(w, 0, 3, |nth| nth == 0)); // read for validation
-        quiet(&|w| {
-            epoch(w, 0, 3, |nth| nth > 0); // a batch was skipped
-            hand_out(w, 0, 7.0); // the next epoch
-        });
-        quiet(&|w| {
-            epoch(w, 0, 3, |nth| nth > 0);
-            w.set(5.0).unwrap();
-        });
+        for other in [0, 1] {
+            two(other);
+            assert_eq!(w.take(Some(10.0)).unwrap().items, 10.0);
+            w.end_call();
+            assert_eq!(call(&w), 3.0);
+            two(other);
+            w.skip();
+            assert_eq!(call(&w), 3.0);
+            hand_out(&w, 0, 2.0);
+            w.skip();
+            hand_out(&w, 0, 5.0);
+            assert_eq!(call(&w), 5.0);
+        }
     }
 
     #[test]
     fn nonsense_is_refused() {
         for bad in [f64::NAN, f64::INFINITY, -1.0, 1e39, 1e-46] {
-            assert!(BatchWeight::default().set(bad).is_err());
+            assert!(BatchWeight::default().take(Some(bad)).is_err());
         }
     }
 }

@@ -202,15 +202,6 @@ fn supported(device: &Device) -> Result<String, String> {
     }
 }
 
-/// True for LibTorch's devices.
-pub(crate) fn is_libtorch(device: &Device) -> bool {
-    match device.clone().without_autodiff().as_dispatch() {
-        #[cfg(feature = "tch")]
-        DispatchDevice::LibTorch(_) => true,
-        _ => false,
-    }
-}
-
 /// The number of a CUDA device among the CUDA devices that this process sees; `None` for devices of other kinds.
 #[cfg(feature = "nccl")]
 pub(crate) fn cuda_ordinal(device: &Device) -> Option<usize> {

@@ -4,8 +4,8 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
 
+use crate::agreement::tell_peers;
 use crate::ddp::Ddp;
-use crate::intercept::tell_peers;
 use crate::model::schema::unreadable;
 use crate::tensor_conversion::{data_of, with_dtype};
 use crate::{Error, Result};

@@ -22,8 +22,8 @@ const NO_LOCAL_PARAMETERS: &str = "`join` with local parameters in the model is 
 /// Advice for sharded parameters. Each rank must step its own rows in every step, which `join` cannot do for it: `join`
 /// does not know the learning rate.
 const NO_PARTS: &str = "each rank steps its own rows in every step, also one without data. Let it pass a batch again \
-    after `ddp.set_batch_items(0.0)` and step, until `ddp.sum` says that all are done; `ddp.loader` gives all ranks as \
-    many batches by itself";
+    by `ddp.weighted(0.0).backward(..)` and step, until `ddp.sum` says that all are done; `ddp.loader` gives all ranks \
+    as many batches by itself";
 
 impl Ddp {
     /// Waits for the ranks that still have data, and gives every rank the model and the optimizer state of a rank that
@@ -32,7 +32,7 @@ impl Ddp {
     /// It is torch's [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html), for loaders that
     /// give ranks different numbers of batches; [`Ddp::loader`] never does. A rank that has called it takes part in the
     /// reductions of the others with weight 0, so gradients are the mean over the ranks that still train; each backward
-    /// counts 1, or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
+    /// counts 1, or what [`Ddp::weighted`] says. Micro-batches that this rank holds for
     /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none
     /// does, they are thrown away. When every rank has called it, all have the parameters, running statistics and
     /// optimizer state of a rank that trained to the end.
@@ -41,10 +41,9 @@ impl Ddp {
     /// by as many.
     ///
     /// Until every rank has called it, the ranks that still train may call no other collective (`ddp.mean`,
-    /// [`Ddp::sync_gradients`]) and not [`Ddp::discard_accumulated`], as the waiting ranks do not call them. The loop
-    /// must train `model` alone: wrap several models as one module, without a
-    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm), whose passes all ranks make together. In a world of 1 it only
-    /// discards gradients that are held.
+    /// [`Ddp::flush`]), as the waiting ranks do not call them. The loop must train `model` alone: wrap several models
+    /// as one module, without a [`SyncBatchNorm`](crate::nn::SyncBatchNorm), whose passes all ranks make together. In a
+    /// world of 1 it only discards gradients that are held.
     ///
     /// A waiting rank communicates as much as in a step of [`Ddp::backward`]. The end costs a small gather and, if the
     /// ranks made different numbers of steps, a broadcast of model and optimizer state: one rank sends `(n - 1) b`
@@ -65,7 +64,7 @@ impl Ddp {
     ///
     /// ```
     /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::{AdamConfig, GradientsParams};
+    /// # use burn::optim::AdamConfig;
     /// # use burn::prelude::*;
     /// # use burn_ddp::prelude::*;
     /// let ranks = Ddp::spawn(2, |ddp| {
@@ -75,7 +74,7 @@ impl Ddp {
     ///     let files = [vec![1.0, 2.0], vec![3.0, 4.0, 5.0]]; // rank 1 has one batch more
     ///     for x in &files[ddp.rank()] {
     ///         let loss = model.forward(Tensor::<2>::from_floats([[*x]], &device)).sum();
-    ///         let grads = GradientsParams::from_grads(loss.backward(), &model);
+    ///         let Some(grads) = ddp.backward(&loss, &model)? else { continue };
     ///         model = optim.step(0.1, model, grads);
     ///     }
     ///     let missed = ddp.join(&mut model, &mut optim)?;
@@ -112,8 +111,6 @@ impl Ddp {
         if steps.iter().any(|steps| *steps != last) {
             let root = steps.iter().position(|steps| *steps == last).expect("one has most");
             *model = broadcast::model(self, model.clone(), root)?;
-            // Clones of a parameter are as they are on the root, where an optimizer stepped.
-            wrapped.part_clones();
             wrapped.measure_movements_from(model);
             // A rank that trained to the end has this state; loading it would move it through Burn's default device.
             optimizer::state::broadcast_to(mine < last, self.group(), optim.borrow_mut(), model, root)?;

@@ -1,7 +1,7 @@
 //! Data-parallel training for the [Burn](https://burn.dev) deep-learning framework.
 //!
 //! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients;
-//! burn-ddp averages the gradients of all ranks inside `loss.backward()`, and Burn's own optimizers apply the averages.
+//! `ddp.backward(&loss, &model)` averages the gradients of all ranks, and Burn's own optimizers apply the averages.
 //! It is for Burn what DDP with torchrun is for PyTorch, and `MirroredStrategy` for TensorFlow.
 //!
 //! # Example
@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use burn::nn::{Linear, LinearConfig};
-//! use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+//! use burn::optim::SgdConfig;
 //! use burn::prelude::*;
 //! use burn_ddp::prelude::*;
 //!
@@ -25,8 +25,7 @@
 //!         let y = x.clone().sum_dim(1);
 //!         let loss = (model.forward(x) - y).powf_scalar(2.0).mean();
 //!         last = ddp.mean(loss.clone().into_scalar::<f32>())?; // the same number on both ranks
-//!         let grads = loss.backward(); // averaged over all ranks when it returns
-//!         let grads = GradientsParams::from_grads(grads, &model);
+//!         let Some(grads) = ddp.backward(&loss, &model)? else { continue }; // averages over all ranks
 //!         model = optim.step(0.05, model, grads);
 //!     }
 //!     Ok((last, param_hash(&model)?))
@@ -39,7 +38,7 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save` |
+//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`, `backward`; `mean`, `save` |
 //! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, buckets, running statistics |
 //! | [`nn`] | `SyncBatchNorm`: statistics over the batches of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | clipping of averaged gradients |
@@ -64,6 +63,7 @@
 
 mod agreement;
 mod backends;
+mod backward;
 mod batch_weight;
 pub mod checkpoint;
 mod chunked_broadcast;
@@ -95,6 +95,7 @@ pub mod train;
 mod wrap;
 
 /// Communication between ranks: the crate `burn-ddp-comm`.
+pub use backward::Weighted;
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{ReduceOp, WorldOptions};
 pub use collectives::Collectives;
@@ -103,6 +104,7 @@ pub use ddp::Ddp;
 pub use differentiable::Differentiable;
 pub use error::{Error, Result};
 pub use gradients::GradientReduction;
+pub use intercept::Trained;
 pub use model::param_hash::param_hash;
 pub use model::running_stats::BufferPolicy;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
@@ -117,7 +119,7 @@ pub use wrap::{Sharding, WrapConfig};
 pub mod backend {
     pub use crate::differentiable::{Adjoint, CollectiveBackend};
     pub use crate::gradients::{DeviceLoan, GradientMemory, HostCopy};
-    pub use crate::intercept::{DdpBackend, ModelOpening, TapHandle};
+    pub use crate::intercept::{DdpBackend, ModelOpening, Models, Own, Prepared, TapHandle};
     pub use crate::nn::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
 }
 

@@ -151,7 +151,7 @@ mod tests {
             ddp.optimizer(SgdConfig::new().init(), &net)?;
             let x = Tensor::<2>::ones([2, 4], &device) * ddp.rank() as f32;
             let loss = net.norm.forward(net.linear.forward(x)).powf_scalar(2.0).sum();
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &net)?, &net);
+            let grads = ddp.backward(&loss, &net)?.expect("averages");
             let given = Given { ddp: &ddp, path: &path, net: &net, grads, not_wrapped: self::net(&device) };
             UNREADABLE.set(ddp.rank() == failing);
             let begin = Instant::now();

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use burn::module::Module;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Lstm, LstmConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::Stats;
@@ -64,7 +64,7 @@ fn run<M: Model>(ddp: &Ddp, model: M, optim: ModuleOptimizer, steps: usize, conf
     let mut optim = ddp.optimizer(optim, &model)?;
     for step in 0..steps {
         let loss = model.loss_of(ddp.rank(), step, &device);
-        let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+        let grads = ddp.backward(&loss, &model)?.expect("averages");
         model = optim.step(0.01, model, grads);
     }
     let last_step = ddp.telemetry().last_step();

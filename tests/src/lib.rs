@@ -9,7 +9,7 @@ pub mod split_training;
 use burn::module::{ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::optim::{AdamConfig, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
@@ -186,7 +186,7 @@ pub fn train(
         let start = step * global_batch + ddp.rank() * batch;
         let x = rows(start, batch, 6, 1, dtype, &device);
         let y = rows(start, batch, 3, 2, dtype, &device);
-        let grads = GradientsParams::from_grads(model.loss(x, y).backward(), &model);
+        let grads = ddp.backward(&model.loss(x, y), &model)?.expect("averages");
         model = match optim {
             Optim::Sgd => sgd.step(0.05, model, grads),
             Optim::Adam => adam.step(1e-3, model, grads),

@@ -5,7 +5,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNormConfig, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn::tensor::TensorData;
 use burn_ddp::nn::SyncBatchNorm;
@@ -75,8 +75,7 @@ pub fn train(ddp: &Ddp, color: u64) -> Result<(String, u64)> {
     let loader = loader.build(InMemDataset::new((0..items).collect()))?;
     for epoch in loader.epochs(0..epochs) {
         for x in epoch {
-            let grads = GradientsParams::from_grads(ddp.backward(&model.loss(x?), &model)?, &model);
-            if !grads.is_empty() {
+            if let Some(grads) = ddp.backward(&model.loss(x?), &model)? {
                 model = optim.step(0.01, model, grads);
             }
         }

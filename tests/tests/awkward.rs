@@ -74,7 +74,7 @@ const ROUTED: [&str; 38] = [
 ];
 
 /// Cases that sharding refuses, and the error.
-const REFUSED: [(&str, &str); 14] = [
+const REFUSED: [(&str, &str); 13] = [
     ("optimizers::adafactor", "does not step each element by itself"),
     ("optimizers::clipping_by_norm", "does not step each element by itself"),
     ("optimizers::lamb", "does not step each element by itself"),
@@ -87,7 +87,6 @@ const REFUSED: [(&str, &str); 14] = [
     ("records::from_plain_to_wrapped", "ddp.save(&model, path)"),
     ("records::from_wrapped_to_plain", "ddp.save(&model, path)"),
     ("records::from_wrapped_to_wrapped", "ddp.save(&model, path)"),
-    ("records::loaded_behind_the_taps_back", "ddp.save(&model, path)"),
     ("unused::graph_dropped_half_way", "every rank must read the same parameters"),
 ];
 

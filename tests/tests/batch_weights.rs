@@ -94,27 +94,27 @@ fn train(ddp: &Ddp, case: Case) -> anyhow::Result<(Vec<Vec<f64>>, String, usize)
     for epoch in train.epochs(0..3) {
         for batch in epoch {
             let batch = batch?;
-            if !case.ours {
-                let weight = if case.tokens { batch.tokens } else { batch.texts.len() };
-                ddp.set_batch_items(weight as f64)?;
-            }
             let loss = match case.tokens {
                 true => batch.loss_of_tokens(&model, &device),
                 false => batch.loss_of_texts(&model, &device),
             };
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
-            if !grads.is_empty() {
+            let grads = if case.ours {
+                ddp.backward(&loss, &model)?
+            } else {
+                let weight = if case.tokens { batch.tokens } else { batch.texts.len() };
+                ddp.weighted(weight as f64).backward(&loss, &model)?
+            };
+            if let Some(grads) = grads {
                 model = optim.step(0.05, model, grads);
                 steps += 1;
             }
         }
         if !case.ours {
-            let grads = ddp.sync_gradients(&model)?;
-            if !grads.is_empty() {
+            if let Some(grads) = ddp.flush(&model)? {
                 model = optim.step(0.05, model, grads);
                 steps += 1;
             }
-            assert!(ddp.sync_gradients(&model)?.is_empty(), "nothing is held any more");
+            assert!(ddp.flush(&model)?.is_none(), "nothing is held any more");
         }
     }
     Ok((values(&model), param_hash(&model)?, steps))
@@ -143,12 +143,22 @@ fn every_step_is_that_of_one_rank_with_all_its_items_or_tokens() {
     }
 }
 
-/// Gradient of a weight 1 whose loss is the mean of `x` over the items of a batch.
-fn slope(ddp: &Ddp, model: &Linear, x: &[f64]) -> anyhow::Result<f64> {
+/// The mean of the outputs for `x`, the items of a batch.
+fn mean(ddp: &Ddp, model: &Linear, x: &[f64]) -> anyhow::Result<Tensor<1>> {
     let device = ddp.device()?.autodiff();
     let x = Tensor::<2>::from_data(TensorData::new(x.to_vec(), [x.len(), 1]), (&device, DType::F64));
-    let grads = ddp.backward(&model.forward(x).mean(), model)?;
-    Ok(model.weight.base().grad(&grads).map_or(f64::NAN, |g| g.into_scalar::<f64>()))
+    Ok(model.forward(x).mean())
+}
+
+/// The gradient of the weight; NaN if the call only added up.
+fn slope_of(model: &Linear, grads: Option<GradientsParams>) -> f64 {
+    let slope = grads.and_then(|grads| grads.get::<2>(model.weight.id));
+    slope.map_or(f64::NAN, |slope| slope.into_scalar::<f64>())
+}
+
+/// Gradient of a weight 1 whose loss is the mean of `x` over the items of a batch.
+fn slope(ddp: &Ddp, model: &Linear, x: &[f64]) -> anyhow::Result<f64> {
+    Ok(slope_of(model, ddp.backward(&mean(ddp, model, x)?, model)?))
 }
 
 fn line(ddp: &Ddp, config: &WrapConfig) -> anyhow::Result<Linear> {
@@ -157,7 +167,7 @@ fn line(ddp: &Ddp, config: &WrapConfig) -> anyhow::Result<Linear> {
 }
 
 #[test]
-fn a_finished_loader_weighs_nothing() {
+fn the_last_batch_weighs_calls_after_its_loop_unless_the_program_weighs_them() {
     let slopes = Ddp::spawn(2, |ddp| {
         let model = line(&ddp, &WrapConfig::new())?;
         let train = ddp.loader(Together).batch_size(4).build(texts(7))?; // 4 and 3 items in one step
@@ -169,12 +179,54 @@ fn a_finished_loader_weighs_nothing() {
                 }
             }
         }
-        // Evaluation through a training loader has no backward, and weighs none.
-        let between = slope(&ddp, &model, &[ddp.rank() as f64])?;
+        let x = [ddp.rank() as f64];
+        let after = slope(&ddp, &model, &x)?;
+        let weighted = slope_of(&model, ddp.weighted(1.0).backward(&mean(&ddp, &model, &x)?, &model)?);
+        // Evaluation through a training loader has no backward.
         assert_eq!(train.iter().count(), 1);
-        Ok((between, slope(&ddp, &model, &[ddp.rank() as f64])?))
+        ddp.skip_batch()?;
+        let skipped = slope_of(&model, ddp.weighted(1.0).backward(&mean(&ddp, &model, &x)?, &model)?);
+        Ok((after, weighted, skipped))
     });
-    assert_eq!(slopes.unwrap(), [(0.5, 0.5); 2]);
+    for (after, weighted, skipped) in slopes.unwrap() {
+        assert!((after - 3.0 / 7.0).abs() < 1e-12, "{after}");
+        assert_eq!((weighted, skipped), (0.5, 0.5));
+    }
+}
+
+#[test]
+fn a_batch_without_a_backward_is_an_error_unless_the_program_says_what_it_means() {
+    for way in ["nothing", "skip_batch", "weighted"] {
+        let slopes = Ddp::spawn(2, |ddp| {
+            let model = line(&ddp, &WrapConfig::new())?;
+            let train = ddp.loader(Together).batch_size(1).build(texts(6))?;
+            let slope = || {
+                let mut epoch = train.iter();
+                epoch.next().expect("an epoch has batches")?;
+                if way == "skip_batch" {
+                    ddp.skip_batch()?;
+                }
+                epoch.next().expect("an epoch has several batches")?;
+                let loss = mean(&ddp, &model, &[ddp.rank() as f64])?;
+                let grads = match way {
+                    "weighted" => ddp.weighted(1.0).backward(&loss, &model)?,
+                    _ => ddp.backward(&loss, &model)?,
+                };
+                anyhow::Ok(slope_of(&model, grads))
+            };
+            // If the other rank finds the mistake first, this rank gets the error from its loader.
+            Ok(slope().map_err(|error| error.to_string()))
+        });
+        for slope in slopes.unwrap() {
+            match slope {
+                Ok(slope) => assert!(way != "nothing" && slope == 0.5, "{way}: {slope}"),
+                Err(error) => {
+                    let says = ["since the last backward", "ddp.weighted(items)", "ddp.skip_batch()"];
+                    assert!(way == "nothing" && says.iter().all(|part| error.contains(part)), "{way}: {error}");
+                }
+            }
+        }
+    }
 }
 
 #[test]
@@ -197,48 +249,40 @@ fn an_epoch_that_is_left_with_micro_batches_held_is_an_error_that_says_so() {
                 }
             }
             if number == 0 {
-                ddp.discard_accumulated(&model);
+                assert!(ddp.flush(&model)?.is_some(), "a micro-batch was held");
             }
         }
         Ok((step, String::new()))
     });
     for (step, error) in errors.unwrap() {
-        assert!(step > 3 && error.contains("ddp.sync_gradients(&model)"), "step {step}: {error}");
+        assert!(step > 3 && error.contains("ddp.flush(&model)"), "step {step}: {error}");
     }
 }
 
+/// A loop that counts micro-batches across epochs would step at other places.
 #[test]
-fn a_loop_that_counts_micro_batches_across_epochs_hears_of_it() {
+fn every_epoch_ends_its_last_step_and_the_next_begins_with_a_whole_one() {
     let config = WrapConfig::new().with_accumulation(2);
-    let heard = Ddp::spawn(2, |ddp| {
+    let ends = Ddp::spawn(2, |ddp| {
         let (mut model, mut optim) = (line(&ddp, &config)?, SgdConfig::new().init());
         let train = ddp.loader(Together).batch_size(1).build(texts(10))?; // five batches: two steps, and one of one
-        let mut heard = Vec::new();
-        let mut number = 0;
+        let mut ends = Vec::new();
         for take in [4, 5, 5] {
+            let mut of_epoch = String::new();
             for batch in train.iter().take(take) {
-                number += 1;
-                let gradient = |model: &Linear| {
-                    batch?;
-                    let x = Tensor::<2>::ones([1, 1], (&ddp.device()?.autodiff(), DType::F64));
-                    Ok(ddp.backward(&model.forward(x).mean(), model)?)
-                };
-                match gradient(&model) {
-                    Ok(grads) if number % 2 == 0 => {
-                        model = optim.step(0.1, model.clone(), GradientsParams::from_grads(grads, &model));
-                    }
-                    Ok(_) => {}
-                    Err::<_, anyhow::Error>(error) => {
-                        heard.push(error.to_string());
-                        return Ok(heard);
-                    }
+                batch?;
+                let grads = ddp.backward(&mean(&ddp, &model, &[1.0])?, &model)?;
+                of_epoch.push(if grads.is_some() { '|' } else { '.' });
+                if let Some(grads) = grads {
+                    model = optim.step(0.1, model, grads);
                 }
             }
+            ends.push(of_epoch);
         }
-        Ok(heard)
+        Ok(ends)
     });
-    for heard in heard.unwrap() {
-        assert!(heard.len() == 1 && heard[0].contains("`GradientsParams::is_empty` is false"), "{heard:?}");
+    for ends in ends.unwrap() {
+        assert_eq!(ends, [".|.|", ".|.||", ".|.||"]);
     }
 }
 
@@ -247,17 +291,17 @@ fn ranks_may_hold_different_numbers_of_micro_batches_when_gradients_are_synchron
     for world in [1, 2, 3] {
         let slopes = Ddp::spawn(world, |ddp| {
             let model = line(&ddp, &WrapConfig::new().with_accumulation(10))?;
-            assert!(ddp.sync_gradients(&model)?.is_empty());
+            assert!(ddp.flush(&model)?.is_none());
             // In a world of several ranks the last one holds no micro-batch.
             let mine = if world == 1 { 0..6 } else { 6 * ddp.rank() / (world - 1)..6 * (ddp.rank() + 1) / (world - 1) };
             for x in mine.filter(|x| *x < 6) {
-                ddp.set_batch_items((1 + x) as f64)?;
-                slope(&ddp, &model, &[x as f64]).map_err(|e| anyhow::anyhow!("slope {x} world {world}: {e}"))?;
+                let grads = ddp.weighted((1 + x) as f64).backward(&mean(&ddp, &model, &[x as f64])?, &model);
+                let grads = grads.map_err(|e| anyhow::anyhow!("slope {x} world {world}: {e}"))?;
+                assert!(grads.is_none());
             }
-            let grads = ddp.sync_gradients(&model)?;
-            let slope = grads.get::<2>(model.weight.id).map(|g| g.into_scalar::<f64>());
+            let slope = slope_of(&model, ddp.flush(&model)?);
             assert_eq!(ddp.telemetry().stats().steps, 1);
-            Ok(slope.unwrap())
+            Ok(slope)
         });
         let (sum, items) = (0..6).fold((0.0, 0.0), |(s, n), x| (s + f64::from(x * (1 + x)), n + f64::from(1 + x)));
         for slope in slopes.unwrap() {
@@ -286,9 +330,8 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
             let model = ddp.wrap(vec![one(), one()])?;
             // One rank has 2^26 items, the other has one.
             let (own, items) = if ddp.rank() == 0 { (0, 2f64.powi(26)) } else { (1, 1.0) };
-            ddp.set_batch_items(items)?;
             let loss = model[own].val().sum().cast(DType::F32);
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let grads = ddp.weighted(items).backward(&loss, &model)?.expect("averages");
             Ok(grads.len())
         });
         assert_eq!(used.unwrap(), [2, 2], "{dtype:?}");
@@ -326,19 +369,17 @@ fn batches_that_are_taken_out_of_their_epochs_train() {
     assert_eq!(slopes.unwrap(), [[1.0, 0.5].repeat(3), [1.0, 0.5].repeat(3)]);
 }
 
-/// A weight that is set once holds for all later backwards, also if a step has several of them.
+/// Equal weights change nothing, also if a step has several micro-batches.
 #[test]
-fn a_weight_set_once_serves_all_micro_batches() {
+fn equal_weights_of_all_micro_batches_change_nothing() {
     let train = |ddp: Ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap_with(model(&device), &WrapConfig::new().with_accumulation(2))?;
         let mut optim = SgdConfig::new().init();
-        ddp.set_batch_items(3.0)?;
         let mut steps = 0;
         for backward in 0..4 {
             let loss = model.forward(rows(3 * backward, 3, 6, 1, DType::F64, &device)).powf_scalar(2.0).mean();
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
-            if !grads.is_empty() {
+            if let Some(grads) = ddp.weighted(3.0).backward(&loss, &model)? {
                 model = optim.step(0.1, model, grads);
                 steps += 1;
             }

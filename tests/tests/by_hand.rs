@@ -5,7 +5,6 @@ use std::time::Duration;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::Gradients;
 use burn_ddp::WorldOptions;
 use burn_ddp::prelude::*;
 
@@ -39,50 +38,35 @@ fn two_ranks<T: Send>(f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
     Ddp::spawn_with(2, WorldOptions { timeout, ..WorldOptions::default() }, f).unwrap()
 }
 
-/// A tensor returned by `val()` is no leaf, so Burn has no gradient for it.
 #[test]
-fn reads_have_no_gradient_and_their_parameters_do() {
-    let kept = |ddp: Ddp| {
-        let device = ddp.device()?.autodiff();
-        let model = ddp.wrap(Pair::new(&device))?;
-        let read = model.a.val();
-        let grads = (read.clone() * (1.0 + 2.0 * ddp.rank() as f32)).backward();
-        let found = [&read, &model.a.val(), &model.a.base()].map(|tensor| number(tensor.grad(&grads)));
-        Ok((found, number(ddp.grad(&model.a, &grads))))
-    };
-    assert_eq!(Ddp::spawn(1, kept).unwrap(), [([None, None, Some(1.0)], Some(1.0))]);
-    assert_eq!(two_ranks(kept), [([None, None, Some(2.0)], Some(2.0)); 2]);
-}
-
-#[test]
-fn grad_finds_every_average() {
+fn every_average_is_found_by_the_id_of_its_parameter() {
     let find = |ddp: Ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Pair::new(&device))?;
-        let grads = model.loss(2.0, ddp.is_main()).backward();
-        Ok([number(ddp.grad(&model.a, &grads)), number(ddp.grad(&model.b, &grads))])
+        let grads = ddp.backward(&model.loss(2.0, ddp.is_main()), &model)?.expect("averages");
+        Ok([number(grads.get(model.a.id)), number(grads.get(model.b.id))])
     };
     assert_eq!(Ddp::spawn(1, find).unwrap(), [[Some(2.0), Some(2.0)]]);
     // The mean over all ranks: rank 1 counts as a gradient of 0 for `b`.
     assert_eq!(two_ranks(find), [[Some(2.0), Some(1.0)]; 2]);
 }
 
-/// Steps by the gradients on the leaves of the parameters.
-struct ByLeaf<'a>(&'a Gradients);
-
-impl ModuleMapper for ByLeaf<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|value| match value.grad(self.0) {
-            Some(gradient) => Tensor::from_inner(value.inner() - gradient.mul_scalar(0.1)).require_grad(),
-            None => value,
-        })
-    }
+#[test]
+fn parameters_that_no_rank_uses_are_not_found() {
+    let find = |ddp: Ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Pair::new(&device))?;
+        let grads = ddp.backward(&model.loss(1.0 + 2.0 * ddp.rank() as f32, false), &model)?.expect("averages");
+        Ok([number(grads.get(model.a.id)), number(grads.get(model.b.id))])
+    };
+    assert_eq!(Ddp::spawn(1, find).unwrap(), [[Some(1.0), None]]);
+    assert_eq!(two_ranks(find), [[Some(2.0), None]; 2]);
 }
 
-/// Steps by the gradients that `ddp.grad` has found.
-struct ByName<'a>(&'a GradientsParams);
+/// Steps by the gradients.
+struct ByHand<'a>(&'a GradientsParams);
 
-impl ModuleMapper for ByName<'_> {
+impl ModuleMapper for ByHand<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         param.map(|value| match self.0.get::<D>(id) {
@@ -93,12 +77,12 @@ impl ModuleMapper for ByName<'_> {
 }
 
 /// Runs two steps, and returns 10 `b`, rounded, or the error of the comparison of replicas.
-fn two_steps(step: impl Fn(&Ddp, Pair, Gradients) -> Pair + Sync) -> Vec<Result<i32, String>> {
+fn two_steps(step: impl Fn(&Ddp, Pair, GradientsParams) -> Pair + Sync) -> Vec<Result<i32, String>> {
     two_ranks(|ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(Pair::new(&device))?;
         for _ in 0..2 {
-            let grads = model.loss(2.0, ddp.is_main()).backward();
+            let grads = ddp.backward(&model.loss(2.0, ddp.is_main()), &model)?.expect("averages");
             model = step(&ddp, model, grads);
         }
         let compared = ddp.check_replicas(&model).map_err(|error| error.to_string());
@@ -106,37 +90,35 @@ fn two_steps(step: impl Fn(&Ddp, Pair, Gradients) -> Pair + Sync) -> Vec<Result<
     })
 }
 
+/// An optimizer by hand that steps only the parameters that its rank has used.
 #[test]
-fn an_average_that_an_optimizer_by_hand_misses_makes_replicas_differ() {
-    let errors = two_steps(|_, model, grads| model.map(&mut ByLeaf(&grads)));
-    for error in errors {
-        let error = error.expect_err("rank 1 has not stepped `b`");
-        assert!(error.contains("the replicas differ: b "), "{error}");
-    }
+fn an_average_that_an_optimizer_by_hand_leaves_out_makes_replicas_differ() {
+    let error = Ddp::spawn(2, |ddp| {
+        let mut model = ddp.wrap(Pair::new(&ddp.device()?.autodiff()))?;
+        for _ in 0..2 {
+            let mut grads = ddp.backward(&model.loss(2.0, ddp.is_main()), &model)?.expect("averages");
+            if !ddp.is_main() {
+                grads.remove::<1>(model.b.id);
+            }
+            model = model.map(&mut ByHand(&grads));
+        }
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("the replicas differ in step 1: b differs between ranks 0, 1"), "{error}");
 }
 
 #[test]
 fn an_optimizer_by_hand_that_takes_all_averages_trains() {
-    let steps = two_steps(|_, model, grads| {
-        let grads = GradientsParams::from_grads(grads, &model);
-        model.map(&mut ByName(&grads))
-    });
-    assert_eq!(steps, [Ok(8), Ok(8)]);
-    let steps = two_steps(|ddp, model, grads| {
-        let mut found = GradientsParams::new();
-        for param in [&model.a, &model.b] {
-            found.register(param.id, ddp.grad(param, &grads).expect("an average"));
-        }
-        model.map(&mut ByName(&found))
-    });
+    let steps = two_steps(|_, model, grads| model.map(&mut ByHand(&grads)));
     assert_eq!(steps, [Ok(8), Ok(8)]);
 }
 
 /// A step may look at its gradients without using them: the replicas stay equal, even if it maps a copy of the model.
 #[test]
 fn averages_of_a_step_that_is_skipped_are_no_error() {
-    let copy = |_: &Ddp, model: Pair, grads: Gradients| {
-        let copy = model.clone().map(&mut ByLeaf(&grads));
+    let copy = |_: &Ddp, model: Pair, grads: GradientsParams| {
+        let copy = model.clone().map(&mut ByHand(&grads));
         drop(copy.valid());
         model
     };
@@ -145,9 +127,6 @@ fn averages_of_a_step_that_is_skipped_are_no_error() {
 
 #[test]
 fn an_optimizer_of_burn_takes_what_it_is_given() {
-    let steps = two_steps(|_, model, grads| {
-        let grads = GradientsParams::from_grads(grads, &model);
-        SgdConfig::new().init().step(0.1, model, grads)
-    });
+    let steps = two_steps(|_, model, grads| SgdConfig::new().init().step(0.1, model, grads));
     assert_eq!(steps, [Ok(8), Ok(8)]);
 }

@@ -35,7 +35,7 @@ fn epoch(ddp: &Ddp, config: &DdpConfig) -> anyhow::Result<(u64, usize, usize)> {
     for batch in train.iter() {
         let batch = batch?;
         items.push(batch.dims()[0]);
-        model.forward(batch).mean().backward();
+        ddp.backward(&model.forward(batch).mean(), &model)?;
     }
     Ok((ddp.telemetry().stats().steps, items.len(), items[0]))
 }

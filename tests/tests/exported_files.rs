@@ -113,7 +113,7 @@ fn curves_of_rank_0_become_an_event_file() {
         board.telemetry(0)?;
         for (step, loss) in [(0, 1.0), (1, 0.5), (300, 0.25)] {
             board.scalar("loss", loss, step)?;
-            model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+            ddp.backward(&model.forward(Tensor::<2>::ones([1, 4], &device)).sum(), &model)?;
         }
         board.telemetry(300)?;
         Ok(())

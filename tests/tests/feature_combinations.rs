@@ -107,11 +107,9 @@ impl Unit {
         self.nets.iter().map(|net| net.loss(run, micro_batch, parts)).reduce(|a, b| a + b).expect("a unit has a model")
     }
 
-    /// Steps the optimizer, if there are gradients.
-    fn step(&mut self, cell: &Cell, grads: GradientsParams) {
-        if grads.is_empty() {
-            return;
-        }
+    /// Steps the optimizer, if there are averages.
+    fn step(&mut self, cell: &Cell, grads: Option<GradientsParams>) {
+        let Some(grads) = grads else { return };
         let mut nets = std::mem::take(&mut self.nets);
         if cell.has(Mapper) {
             nets = nets.map(&mut Shrink);
@@ -205,18 +203,18 @@ fn epoch(cell: &Cell, run: &Run, units: &mut [Unit], number: usize) -> anyhow::R
     let (ddp, rank, world) = (&run.ddp, run.ddp.rank(), run.ddp.world_size());
     let parts = parts(rank, world);
     for micro_batch in 0..cell.micro_batches(rank, world) {
-        ddp.set_batch_items(parts.len() as f64)?;
         for unit in &mut *units {
             let loss = unit.loss(run, 10 * number + micro_batch, &parts) * (1.0 / parts.len() as f64);
-            let grads = ddp.backward(&loss, &unit.nets)?;
-            unit.step(cell, GradientsParams::from_grads(grads, &unit.nets));
+            let grads = ddp.weighted(parts.len() as f64).backward(&loss, &unit.nets)?;
+            unit.step(cell, grads);
         }
     }
     for unit in units {
         if cell.has(Join) {
             ddp.join(&mut unit.nets, &mut unit.optim)?;
         } else if !cell.leaves_held(number) {
-            unit.step(cell, ddp.sync_gradients(&unit.nets)?);
+            let grads = ddp.flush(&unit.nets)?;
+            unit.step(cell, grads);
         }
     }
     Ok(())
@@ -290,7 +288,8 @@ fn oracle(cell: &Cell, worlds: [usize; EPOCHS]) -> Outcome {
                         loss = Some(loss.map_or(of_micro_batch.clone(), |loss| loss + of_micro_batch));
                     }
                     let grads = (loss.expect("a step has a micro-batch") * (1.0 / items as f64)).backward();
-                    unit.step(cell, GradientsParams::from_grads(grads, &unit.nets));
+                    let grads = GradientsParams::from_grads(grads, &unit.nets);
+                    unit.step(cell, Some(grads));
                 }
             }
         }

@@ -16,8 +16,7 @@ fn fixture(reduction: GradientReduction) -> Vec<f32> {
         let model = ddp.wrap_with(model, &WrapConfig::new().with_reduction(reduction))?;
         let r = ddp.rank() as f32;
         let x = Tensor::<2>::from_floats([[2.0 * r], [2.0 * r + 1.0]], &device);
-        let grads = model.forward(x).powf_scalar(2.0).sum().backward();
-        let mut grads = GradientsParams::from_grads(grads, &model);
+        let mut grads = ddp.backward(&model.forward(x).powf_scalar(2.0).sum(), &model)?.expect("averages");
         Ok(grads.remove::<2>(model.weight.id).unwrap().into_scalar::<f32>())
     })
     .unwrap()
@@ -112,23 +111,23 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
             let device = ddp.device()?.autodiff();
             let k = if accumulate { K } else { 1 };
             let model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_accumulation(k))?;
-            let batch = |start: usize, n: usize| {
+            let loss = |start: usize, n: usize| {
                 model.loss(rows(start, n, 6, 1, DType::F64, &device), rows(start, n, 3, 2, DType::F64, &device))
             };
             let grads = if accumulate {
                 let mut start = ddp.rank() * 12;
                 let mut last = None;
                 for (i, n) in sizes.into_iter().enumerate() {
-                    ddp.set_batch_items(n as f64)?;
-                    let grads = GradientsParams::from_grads(batch(start, n).backward(), &model);
-                    assert_eq!(grads.len(), if i + 1 < K { 0 } else { 6 });
+                    let grads = ddp.weighted(n as f64).backward(&loss(start, n), &model)?;
+                    assert_eq!(grads.as_ref().map(GradientsParams::len), (i + 1 == K).then_some(6));
                     start += n;
-                    last = Some(grads);
+                    last = grads;
                 }
-                last.unwrap()
+                last
             } else {
-                GradientsParams::from_grads(batch(0, 24).backward(), &model)
+                ddp.backward(&loss(0, 24), &model)?
             };
+            let grads = grads.expect("averages");
             let g = grads.get::<2>(model.b.weight.id).unwrap().into_data().try_to_vec::<f64>().unwrap();
             Ok((g, ddp.telemetry().stats().steps))
         })
@@ -146,8 +145,8 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_accumulation(2))?;
         let loss = |s| model.loss(rows(s, 4, 6, 1, DType::F64, &device), rows(s, 4, 3, 2, DType::F64, &device));
-        assert_eq!(GradientsParams::from_grads(loss(0).backward(), &model).len(), 0);
-        let two = GradientsParams::from_grads(loss(4).backward(), &model);
+        assert!(ddp.backward(&loss(0), &model)?.is_none());
+        let two = ddp.backward(&loss(4), &model)?.expect("averages");
         let whole = plain.loss(rows(0, 8, 6, 1, DType::F64, &device), rows(0, 8, 3, 2, DType::F64, &device)).backward();
         let a = two.get::<2>(model.c.weight.id).unwrap().into_data().try_to_vec::<f64>().unwrap();
         let b = plain.c.weight.grad(&whole).unwrap().into_data().try_to_vec::<f64>().unwrap();
@@ -158,23 +157,20 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
 }
 
 #[test]
-fn no_sync_holds_and_discard_forgets() {
+fn accumulate_holds_a_micro_batch_for_one_step() {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
-        let grads = |rank_rows: usize| {
-            let loss = model
-                .loss(rows(rank_rows, 2, 6, 1, DType::F32, &device), rows(rank_rows, 2, 3, 2, DType::F32, &device));
-            GradientsParams::from_grads(loss.backward(), &model)
+        let loss =
+            |start| model.loss(rows(start, 2, 6, 1, DType::F32, &device), rows(start, 2, 3, 2, DType::F32, &device));
+        let step = || {
+            let grads = ddp.backward(&loss(0), &model)?.expect("averages");
+            anyhow::Ok(grads.get::<2>(model.a.weight.id).unwrap().into_data().try_to_vec::<f32>()?)
         };
-        let get = |g: &GradientsParams| g.get::<2>(model.a.weight.id).unwrap().into_data().try_to_vec::<f32>().unwrap();
-        let clean = get(&grads(0));
-        assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
-        ddp.discard_accumulated(&model);
-        assert_eq!(get(&grads(0)), clean, "discarded gradients are gone");
-        assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
-        assert_ne!(get(&grads(0)), clean, "held gradients count");
-        assert_eq!(get(&grads(0)), clean, "and count once");
+        let clean = step()?;
+        ddp.accumulate(&loss(50), &model)?;
+        assert_ne!(step()?, clean, "held gradients count");
+        assert_eq!(step()?, clean, "and count once");
         Ok(())
     })
     .unwrap();
@@ -189,10 +185,10 @@ fn weights_of_ranks_are_weights_of_items() {
         model.weight = model.weight.map(|w| w.ones_like().detach().require_grad());
         let model = ddp.wrap(model)?;
         let x: &[f32] = if ddp.rank() == 0 { &[1.0] } else { &[2.0, 3.0, 6.0] };
-        ddp.set_batch_items(x.len() as f64)?;
+        let weighted = ddp.weighted(x.len() as f64);
         let x = Tensor::<1>::from_floats(x, &device).unsqueeze_dim::<2>(1);
-        let grads = model.forward(x).mean().backward();
-        Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+        let grads = weighted.backward(&model.forward(x).mean(), &model)?.expect("averages");
+        Ok(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>())
     })
     .unwrap();
     let tolerance = if is_gpu() { tolerance_of_device(2e-6) as f32 } else { 0.0 };

@@ -40,7 +40,8 @@ enum Kind {
     /// With running statistics.
     Norm,
     Two,
-    NoSync,
+    /// By `ddp.accumulate`, without a number in the config.
+    Accumulate,
     Sharded,
     /// In a dtype other than f32. Without momentum, whose state Burn cannot load in this dtype.
     Other(DType),
@@ -48,7 +49,7 @@ enum Kind {
 
 impl Kind {
     fn config(self) -> WrapConfig {
-        let config = WrapConfig::new().with_accumulation(if self == Kind::NoSync { 1 } else { 3 });
+        let config = WrapConfig::new().with_accumulation(if self == Kind::Accumulate { 1 } else { 3 });
         if self == Kind::Sharded { config.with_sharding(Sharding::Parameters).with_sharding_above(1) } else { config }
     }
 }
@@ -108,17 +109,16 @@ fn train(
     for mut epoch in loader.epochs(0..EPOCHS) {
         while let Some(batch) = epoch.next() {
             let batch = batch?;
-            let reduces = kind != Kind::NoSync || epoch.step() % 3 == 0 || epoch.step() == epoch.len();
+            let reduces = kind != Kind::Accumulate || epoch.step() % 3 == 0 || epoch.step() == epoch.len();
             for (nth, (net, optim)) in units.iter_mut().enumerate() {
                 // A sharded parameter must be read by all ranks or by none.
                 let branch = backwards + nth + if kind == Kind::Sharded { 0 } else { ddp.rank() };
                 let loss = net.loss(&batch, branch, &device);
                 let grads = match reduces {
-                    true => ddp.backward(&loss, net)?,
-                    false => ddp.no_sync(net, || ddp.backward(&loss, net))??,
+                    true => ddp.backward(&loss, &*net)?,
+                    false => ddp.accumulate(&loss, &*net).map(|()| None)?,
                 };
-                let grads = GradientsParams::from_grads(grads, net);
-                if !grads.is_empty() {
+                if let Some(grads) = grads {
                     *net = optim.step(0.1, net.clone(), grads);
                     steps += u64::from(nth == 0);
                 }
@@ -183,8 +183,8 @@ fn so_do_two_models() {
 }
 
 #[test]
-fn so_does_no_sync() {
-    interrupt(Kind::NoSync, &[1, 3], &[1, 5, 8]);
+fn so_does_accumulate() {
+    interrupt(Kind::Accumulate, &[1, 3], &[1, 5, 8]);
 }
 
 #[test]
@@ -206,11 +206,18 @@ fn line(ddp: &Ddp) -> anyhow::Result<Linear> {
     Ok(line)
 }
 
+fn loss(ddp: &Ddp, line: &Linear, x: f32) -> anyhow::Result<Tensor<1>> {
+    Ok(line.forward(Tensor::<2>::from_floats([[x]], &ddp.device()?.autodiff())).sum())
+}
+
+/// Gradient of the weight, if there are averages.
+fn slope_of(line: &Linear, grads: Option<GradientsParams>) -> Option<f32> {
+    grads.map(|grads| grads.get::<2>(line.weight.id).expect("the weight has a gradient").into_scalar())
+}
+
 /// Gradient of the weight after a backward for the input `x`, if it reduced.
 fn slope(ddp: &Ddp, line: &Linear, x: f32) -> anyhow::Result<Option<f32>> {
-    let loss = line.forward(Tensor::<2>::from_floats([[x]], &ddp.device()?.autodiff())).sum();
-    let grads = GradientsParams::from_grads(ddp.backward(&loss, line)?, line);
-    Ok(grads.get::<2>(line.weight.id).map(|slope| slope.into_scalar()))
+    Ok(slope_of(line, ddp.backward(&loss(ddp, line, x)?, line)?))
 }
 
 #[test]
@@ -222,8 +229,7 @@ fn ranks_that_hold_different_numbers_of_micro_batches_go_on_in_any_world() {
         let model = ddp.wrap_with(line(&ddp)?, &config)?;
         let held: [&[(f32, f64)]; 3] = [&[(6.0, 3.0)], &[(1.0, 1.0), (2.0, 1.0)], &[]];
         for &(x, items) in held[ddp.rank()] {
-            ddp.set_batch_items(items)?;
-            assert_eq!(slope(&ddp, &model, x)?, None);
+            assert!(ddp.weighted(items).backward(&loss(&ddp, &model, x)?, &model)?.is_none());
         }
         let checkpoints = ddp.checkpoints(directory.path())?.asynchronous(true);
         checkpoints.save(0, |c| c.model(&model))?;
@@ -234,8 +240,7 @@ fn ranks_that_hold_different_numbers_of_micro_batches_go_on_in_any_world() {
         let slopes = Ddp::spawn(world, |ddp| {
             let model = ddp.wrap_with(line(&ddp)?, &config)?;
             let model = ddp.checkpoints(directory.path())?.latest()?.unwrap().model(model)?;
-            let grads = ddp.sync_gradients(&model)?;
-            Ok(grads.get::<2>(model.weight.id).map(|slope| slope.into_scalar::<f32>()))
+            Ok(slope_of(&model, ddp.flush(&model)?))
         });
         assert_eq!(slopes.unwrap(), vec![Some(21.0 / 5.0); world]);
     }
@@ -245,17 +250,21 @@ fn ranks_that_hold_different_numbers_of_micro_batches_go_on_in_any_world() {
 fn sums_of_sharded_parameters_are_those_of_whole_ones() {
     let device = |ddp: &Ddp| anyhow::Ok(ddp.device()?.autodiff());
     let model = |ddp: &Ddp, kind: Kind| anyhow::Ok(ddp.wrap_with(net(kind, &device(ddp)?), &kind.config())?);
-    let backward = |ddp: &Ddp, net: &Net, part: usize| {
-        let loss = net.loss(&[3 * part, 3 * part + 1, 3 * part + 2], 0, &device(ddp)?);
-        ddp.backward(&loss, net)?;
-        anyhow::Ok(())
+    let loss = |ddp: &Ddp, net: &Net, part: usize| {
+        anyhow::Ok(net.loss(&[3 * part, 3 * part + 1, 3 * part + 2], 0, &device(ddp)?))
+    };
+    let held = |ddp: &Ddp, net: &Net| {
+        let grads = ddp.flush(net)?.expect("micro-batches are held");
+        let sums = grads.get::<2>(net.trunk.weight.id).expect("the trunk has a gradient");
+        anyhow::Ok(sums.into_data().try_to_vec::<f32>()?)
     };
     // One rank that holds all micro-batches.
     let expected = Ddp::spawn(1, |ddp| {
-        let net = model(&ddp, Kind::NoSync)?;
-        (0..4).try_for_each(|part| ddp.no_sync(&net, || backward(&ddp, &net, part))?)?;
-        let grads = ddp.sync_gradients(&net)?;
-        Ok(grads.get::<2>(net.trunk.weight.id).unwrap().into_data().try_to_vec::<f32>()?)
+        let net = model(&ddp, Kind::Accumulate)?;
+        for part in 0..4 {
+            ddp.accumulate(&loss(&ddp, &net, part)?, &net)?;
+        }
+        held(&ddp, &net)
     });
     let expected = expected.unwrap().remove(0);
     for (saved_as, loaded_as) in [(Kind::Sharded, Kind::Plain), (Kind::Plain, Kind::Sharded)] {
@@ -264,7 +273,8 @@ fn sums_of_sharded_parameters_are_those_of_whole_ones() {
             let net = model(&ddp, saved_as)?;
             ddp.optimizer(SgdConfig::new().init(), &net)?;
             for micro_batch in 0..2 {
-                backward(&ddp, &net, 2 * micro_batch + ddp.rank())?;
+                let loss = loss(&ddp, &net, 2 * micro_batch + ddp.rank())?;
+                assert!(ddp.backward(&loss, &net)?.is_none());
             }
             Ok(ddp.checkpoints(directory.path())?.save(0, |c| c.model(&net))?)
         })
@@ -273,8 +283,7 @@ fn sums_of_sharded_parameters_are_those_of_whole_ones() {
             let parts = Ddp::spawn(world, |ddp| {
                 let net = ddp.checkpoints(directory.path())?.latest()?.unwrap().model(model(&ddp, loaded_as)?)?;
                 ddp.optimizer(SgdConfig::new().init(), &net)?;
-                let grads = ddp.sync_gradients(&net)?;
-                Ok(grads.get::<2>(net.trunk.weight.id).unwrap().into_data().try_to_vec::<f32>()?)
+                held(&ddp, &net)
             });
             let parts = parts.unwrap();
             let whole = if loaded_as == Kind::Sharded { parts.concat() } else { parts[world - 1].clone() };

@@ -45,7 +45,7 @@ struct Case {
     epochs: Vec<Vec<Vec<Batch>>>,
     accumulation: usize,
     reduction: GradientReduction,
-    /// True if each rank sets the number of items of each micro-batch.
+    /// True if each rank weighs each micro-batch by its number of items.
     weighted: bool,
     bucket_cap_bytes: usize,
     overlap: bool,
@@ -135,12 +135,13 @@ fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64
     let mut missed = Vec::new();
     for ranks in &case.epochs {
         for (nth, batch) in ranks[ddp.rank()].iter().enumerate() {
-            if case.weighted {
-                ddp.set_batch_items(batch.items as f64)?;
-            }
-            let grads = ddp.backward(&model.loss(batch, &device), &model)?;
-            if (nth + 1) % case.accumulation == 0 {
-                let grads = GradientsParams::from_grads(grads, &model);
+            let loss = model.loss(batch, &device);
+            let grads = match case.weighted {
+                true => ddp.weighted(batch.items as f64).backward(&loss, &model)?,
+                false => ddp.backward(&loss, &model)?,
+            };
+            assert_eq!(grads.is_some(), (nth + 1) % case.accumulation == 0);
+            if let Some(grads) = grads {
                 model = optim.step(0.05, model, grads);
             }
         }
@@ -194,7 +195,7 @@ fn train_normed(
             let start = 100 * batch + 10 * ddp.rank();
             let loss = model.loss(rows(start, 4, 6, 1, DType::F32, &device));
             last = model.statistics();
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(1e-2, model, grads);
         }
         ddp.join(&mut model, &mut optim)?;
@@ -268,8 +269,8 @@ fn a_layer_whose_passes_all_ranks_make_together_is_refused_at_once() {
             let (mut norm, mut optim) = (ddp.wrap(norm)?, SgdConfig::new().init());
             for step in 0..batches[ddp.rank()] {
                 let loss = norm.forward(rows(step * 4, 4, 4, 1, DType::F32, &device)).powf_scalar(3.0).mean();
-                let grads = ddp.backward(&loss, &norm)?;
-                norm = optim.step(0.1, norm.clone(), GradientsParams::from_grads(grads, &norm));
+                let grads = ddp.backward(&loss, &norm)?.expect("averages");
+                norm = optim.step(0.1, norm, grads);
             }
             ddp.join(&mut norm, &mut optim)?;
             Ok(())

@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::{DType, Gradients};
+use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::split_training::numbered;
 use burn_ddp_tests::{rows, to_f64};
@@ -45,10 +45,10 @@ fn batch(rank: usize, step: usize, device: &Device) -> Tensor<2> {
 type ByPath = BTreeMap<String, Vec<f64>>;
 
 /// Values of all parameters and buffers, or their gradients.
-fn by_path<M: Module>(model: &M, grads: Option<&Gradients>) -> ByPath {
+fn by_path<M: Module>(model: &M, grads: Option<&GradientsParams>) -> ByPath {
     struct Read<'a> {
         path: Vec<String>,
-        grads: Option<&'a Gradients>,
+        grads: Option<&'a GradientsParams>,
         found: ByPath,
     }
     impl ModuleVisitor for Read<'_> {
@@ -62,7 +62,7 @@ fn by_path<M: Module>(model: &M, grads: Option<&Gradients>) -> ByPath {
 
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let data = match self.grads {
-                Some(grads) => param.base().grad(grads).map(Tensor::into_data),
+                Some(grads) => grads.get::<D>(param.id).map(Tensor::into_data),
                 None => Some(param.base().into_data()),
             };
             if let Some(data) = data {
@@ -103,12 +103,10 @@ fn each_rank_trains_its_own_part_and_all_train_the_rest() {
             let mut seen = Vec::new();
             for step in 0..6 {
                 let plain = ddp.unwrap(model.clone())?;
-                let alone = by_path(&plain, Some(&plain.loss(batch(rank, step, &device)).backward()));
+                let alone = GradientsParams::from_grads(plain.loss(batch(rank, step, &device)).backward(), &plain);
                 let loss = model.loss(batch(rank, step, &device));
-                // Both kinds of backward; `ddp.backward` checks every leaf of the model.
-                let grads = if step % 2 == 0 { loss.backward() } else { ddp.backward(&loss, &model)? };
-                seen.push((alone, by_path(&model, Some(&grads))));
-                let grads = GradientsParams::from_grads(grads, &model);
+                let grads = ddp.backward(&loss, &model)?.expect("averages");
+                seen.push((by_path(&plain, Some(&alone)), by_path(&model, Some(&grads))));
                 model = optim.step(0.1, model, grads);
             }
             ddp.sync_buffers(&model)?;
@@ -261,7 +259,7 @@ fn ranks_may_hold_different_numbers_of_local_parameters() {
             };
             let model = ddp.wrap_with(model, &config)?;
             let loss = model.loss(batch(ddp.rank(), 0, &device));
-            let gradients = by_path(&model, Some(&ddp.backward(&loss, &model)?));
+            let gradients = by_path(&model, Some(&ddp.backward(&loss, &model)?.expect("averages")));
             ddp.check_replicas(&model)?;
             Ok((model.heads.len(), gradients["body.weight"].clone()))
         });
@@ -283,12 +281,12 @@ fn accumulation_is_refused_since_nothing_holds_local_gradients() {
             ddp.wrap_with(net(), &WrapConfig::new().with_local_parameters(["norm.running*"]).with_accumulation(4))?;
             let errors = [
                 ddp.wrap_with(net(), &local.with_accumulation(4)).err(),
-                ddp.no_sync(&model, || panic!("runs nothing")).err(),
+                ddp.accumulate(&model.loss(batch(ddp.rank(), 0, &device)), &model).err(),
             ];
             Ok(errors.map(|error| error.map_or("none".into(), |error| error.to_string())))
         });
         for error in errors.unwrap().iter().flatten() {
-            for part in ["heads.0.bias", "heads.0.weight", "a model of their own that is not wrapped"] {
+            for part in ["local", "heads.0.bias", "heads.0.weight", "a model of their own that is not wrapped"] {
                 assert!(error.contains(part), "{part} is not in {error}");
             }
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use bytes_in_use::LIVE;
@@ -81,19 +81,44 @@ fn run(name: &str, world: usize, steps: usize, of: Loop) {
     );
 }
 
-fn trains(ddp: &Ddp, device: &Device, steps: usize, config: &WrapConfig) -> anyhow::Result<[Use; 2]> {
+/// Trains; `between` is called with the model before each step.
+fn trains(
+    ddp: &Ddp,
+    device: &Device,
+    steps: usize,
+    config: &WrapConfig,
+    mut between: impl FnMut(&Net),
+) -> anyhow::Result<[Use; 2]> {
     let mut model = Some(ddp.wrap_with(Net::new(device), config)?);
     let mut optim = ddp.optimizer(SgdConfig::new().init(), model.as_ref().expect("it is there"))?;
     tenths(steps, || {
         let net = model.take().expect("it is there");
-        let grads = GradientsParams::from_grads(ddp.backward(&net.loss(device), &net)?, &net);
-        model = Some(if grads.is_empty() { net } else { optim.step(1e-6, net, grads) });
+        between(&net);
+        let grads = ddp.backward(&net.loss(device), &net)?;
+        model = Some(match grads {
+            Some(grads) => optim.step(1e-6, net, grads),
+            None => net,
+        });
         Ok(())
     })
 }
 
 fn plain(ddp: &Ddp, device: &Device, steps: usize) -> anyhow::Result<[Use; 2]> {
-    trains(ddp, device, steps, &WrapConfig::new())
+    trains(ddp, device, steps, &WrapConfig::new(), |_| ())
+}
+
+fn two_models(ddp: &Ddp, device: &Device, steps: usize) -> anyhow::Result<[Use; 2]> {
+    let (a, b) = (ddp.wrap(Net::new(device))?, ddp.wrap(Net::new(device))?);
+    let mut of_a = ddp.optimizer(SgdConfig::new().init(), &a)?;
+    let mut of_b = ddp.optimizer(SgdConfig::new().init(), &b)?;
+    let mut models = Some((a, b));
+    tenths(steps, || {
+        let (a, b) = models.take().expect("they are there");
+        let loss = a.loss(device) + b.loss(device);
+        let (grads_a, grads_b) = ddp.backward(&loss, (&a, &b))?.expect("averages");
+        models = Some((of_a.step(1e-6, a, grads_a), of_b.step(1e-6, b, grads_b)));
+        Ok(())
+    })
 }
 
 /// Everything in one test: the memory of tests beside each other cannot be told apart.
@@ -102,11 +127,20 @@ fn a_late_step_costs_what_an_early_one_costs() {
     run("plain", 1, STEPS, plain);
     run("plain", 2, STEPS / 5, plain);
     run("accumulation", 1, STEPS, |ddp, device, steps| {
-        trains(ddp, device, steps, &WrapConfig::new().with_accumulation(3))
+        trains(ddp, device, steps, &WrapConfig::new().with_accumulation(3), |_| ())
     });
     run("sharded", 2, STEPS / 5, |ddp, device, steps| {
         let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
-        trains(ddp, device, steps, &config)
+        trains(ddp, device, steps, &config, |_| ())
+    });
+    run("several models", 1, STEPS / 2, two_models);
+    run("clones", 1, STEPS / 2, |ddp, device, steps| {
+        let mut kept = None;
+        trains(ddp, device, steps, &WrapConfig::new(), |net| drop(kept.replace(net.clone())))
+    });
+    run("evaluation between steps", 1, STEPS / 2, |ddp, device, steps| {
+        let inner = device.clone().inner();
+        trains(ddp, device, steps, &WrapConfig::new(), |net| drop(net.valid().loss(&inner)))
     });
 }
 

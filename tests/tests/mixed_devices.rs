@@ -21,7 +21,7 @@ fn train(kinds: &[Kind]) -> Vec<(Vec<f64>, Vec<Vec<f64>>, String)> {
         for step in 0..60 {
             let loss = model.forward(run.batch(step)).powf_scalar(2.0).mean();
             losses.push(ddp.mean(loss.clone().into_scalar::<f64>())?);
-            model = run.step(&mut optim, model, loss);
+            model = run.step(&mut optim, model, loss)?;
         }
         let outcome = run.outcome(&model)?;
         Ok((losses, outcome.values, outcome.hash))

@@ -3,7 +3,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::rows;
@@ -88,7 +88,8 @@ fn check(model: &Branches, when: &str) -> anyhow::Result<()> {
 }
 
 /// Trains on two ranks, with copies of the model from several steps.
-fn train(backward: impl Fn(&Ddp, &Tensor<1>, &Branches) -> anyhow::Result<GradientsParams> + Sync) {
+#[test]
+fn copies_show_parameters_alone() {
     let hashes = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(Branches::new(&device))?;
@@ -96,7 +97,7 @@ fn train(backward: impl Fn(&Ddp, &Tensor<1>, &Branches) -> anyhow::Result<Gradie
         let first = model.clone();
         for step in 0..4 {
             let before = model.clone();
-            let grads = backward(&ddp, &model.loss(&ddp, step, &device), &model)?;
+            let grads = ddp.backward(&model.loss(&ddp, step, &device), &model)?.expect("averages");
             let between = model.clone();
             for (copy, when) in [(&first, "first"), (&before, "before"), (&between, "between"), (&model, "itself")] {
                 check(copy, when)?;
@@ -114,22 +115,6 @@ fn train(backward: impl Fn(&Ddp, &Tensor<1>, &Branches) -> anyhow::Result<Gradie
     assert_eq!(hashes[0], hashes[1]);
 }
 
-#[test]
-fn copies_show_parameters_alone_when_gradients_were_taken() {
-    train(|_, loss, model| Ok(GradientsParams::from_grads(loss.backward(), model)));
-}
-
-/// `ddp.backward` gets the model, so it puts averages where Burn looks for them.
-#[test]
-fn copies_show_parameters_alone_from_the_backward_on() {
-    train(|ddp, loss, model| {
-        let grads = ddp.backward(loss, model)?;
-        check(model, "before the gradients are taken")?;
-        check(&model.clone(), "a copy before the gradients are taken")?;
-        Ok(GradientsParams::from_grads(grads, model))
-    });
-}
-
 /// Gradients that no optimizer takes leave nothing behind.
 #[test]
 fn dropped_gradients_leave_nothing_behind() {
@@ -137,7 +122,7 @@ fn dropped_gradients_leave_nothing_behind() {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Branches::new(&device))?;
         for step in 0..3 {
-            drop(model.loss(&ddp, step, &device).backward());
+            drop(ddp.backward(&model.loss(&ddp, step, &device), &model)?);
             check(&model, "after the gradients were dropped")?;
         }
         Ok(())
@@ -161,7 +146,7 @@ fn a_mapper_with_a_state_of_its_own_ends_no_job() {
         let mut model = ddp.wrap(Branches::new(&device))?;
         let mut optim = SgdConfig::new().init();
         for step in 0..4 {
-            let grads = GradientsParams::from_grads(model.loss(&ddp, step, &device).backward(), &model);
+            let grads = ddp.backward(&model.loss(&ddp, step, &device), &model)?.expect("averages");
             let copy = model.clone().map(&mut Count(0.0));
             model = optim.step(0.1, model, grads);
             drop(copy);

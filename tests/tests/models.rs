@@ -95,7 +95,7 @@ fn wrapping_twice_is_an_error_and_unwrap_is_the_inverse() {
         let grads = GradientsParams::from_grads(plain.forward(x(&ddp, &device)).sum().backward(), &plain);
         assert_eq!((grads.len(), ddp.telemetry().stats().steps), (6, steps), "a plain backward again");
         let again = ddp.wrap(plain)?;
-        let _ = again.forward(x(&ddp, &device)).sum().backward();
+        ddp.backward(&again.forward(x(&ddp, &device)).sum(), &again)?;
         assert_eq!(ddp.telemetry().stats().steps, steps + 1);
         Ok(())
     })
@@ -112,7 +112,7 @@ fn clones_of_one_model_on_threads_do_not_freeze_each_other() {
         let mut model = ddp.wrap(model.clone())?;
         let mut optim = AdamConfig::new().init();
         for _ in 0..50 {
-            let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+            let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?.expect("averages");
             model = optim.step(1e-3, model, grads);
         }
         Ok(())
@@ -142,7 +142,7 @@ fn a_parameter_that_nobody_uses_has_no_gradient_anywhere() {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Branches::new(&device))?;
         let h = model.shared.forward(x(&ddp, &device));
-        let grads = GradientsParams::from_grads(model.left.forward(h).sum().backward(), &model);
+        let grads = ddp.backward(&model.left.forward(h).sum(), &model)?.expect("averages");
         assert_eq!(grads.len(), 4);
         assert!(grads.get::<2>(model.right.weight.id).is_none());
         Ok(())
@@ -157,12 +157,12 @@ fn frozen_parameters_sleep_until_they_are_unfrozen() {
         let mut model = Mlp::new(&device);
         model.a = model.a.freeze();
         let model = ddp.wrap(model)?;
-        let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+        let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?.expect("averages");
         assert_eq!(grads.len(), 4);
         let slept = ddp.telemetry().stats();
         let mut model = model;
         model.a = model.a.unfreeze();
-        let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+        let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?.expect("averages");
         assert_eq!(grads.len(), 6);
         assert_eq!(ddp.telemetry().stats().collectives, 2 * slept.collectives + 1, "one more bucket, for what woke up");
         let g = grads.get::<2>(model.a.weight.id).unwrap();
@@ -179,8 +179,8 @@ fn forwards_without_backward_and_dropped_graphs_leave_nothing_behind() {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         let grad = || {
-            let grads = model.forward(x(&ddp, &device)).sum().backward();
-            model.a.weight.base().grad(&grads).unwrap().into_data().try_to_vec::<f32>().unwrap()
+            let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model).unwrap().expect("averages");
+            grads.get::<2>(model.a.weight.id).unwrap().into_data().try_to_vec::<f32>().unwrap()
         };
         let clean = grad();
         for _ in 0..20 {
@@ -188,7 +188,7 @@ fn forwards_without_backward_and_dropped_graphs_leave_nothing_behind() {
         }
         let alive = model.forward(x(&ddp, &device) * 2.0).sum();
         assert_eq!(grad(), clean);
-        let _ = alive.backward();
+        ddp.backward(&alive, &model)?;
         assert_eq!(grad(), clean);
         Ok(())
     })
@@ -221,8 +221,10 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Mlp::new(&device), config)?;
         let grad = || -> anyhow::Result<Vec<f32>> {
-            let grads = ddp.backward(&with_bomb(&model, x(&ddp, &device)), &model)?;
-            Ok(model.a.weight.base().grad(&grads).unwrap().into_data().try_to_vec::<f32>()?)
+            let loss = with_bomb(&model, x(&ddp, &device));
+            let (_, grads) = ddp.scope(&model, || loss.backward())?;
+            let gradient = grads.expect("averages").get::<2>(model.a.weight.id).unwrap();
+            Ok(gradient.into_data().try_to_vec::<f32>()?)
         };
         let clean = grad()?;
         if ddp.rank() == 1 {
@@ -296,7 +298,7 @@ fn a_rank_that_fails_ends_the_others_backward_with_its_reason() {
 }
 
 #[test]
-fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
+fn a_rank_that_leaves_ends_the_others_backward_with_its_name() {
     let error = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
@@ -304,19 +306,42 @@ fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
             // Leaves without a goodbye while rank 0 is in its backward.
             return Ok(());
         }
-        let hook = std::panic::take_hook();
-        std::panic::set_hook(Box::new(|_| {}));
-        let result = catch_unwind(AssertUnwindSafe(|| drop(model.forward(x(&ddp, &device)).sum().backward())));
-        std::panic::set_hook(hook);
-        let panic = result.unwrap_err();
-        anyhow::bail!("{}", panic.downcast_ref::<String>().cloned().unwrap_or_default())
+        ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?;
+        Ok(())
     })
     .unwrap_err()
     .to_string();
-    assert!(
-        error.contains("rank 1") && error.contains("left") && error.contains("ddp.backward(&loss, &model)"),
-        "{error}"
-    );
+    assert!(error.contains("rank 1") && error.contains("left"), "{error}");
+}
+
+#[test]
+fn a_bare_backward_of_a_wrapped_model_is_a_panic_that_names_the_call() {
+    for world in [1, 2] {
+        Ddp::spawn_with(world, patient(), |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = ddp.wrap(Mlp::new(&device))?;
+            let bare = || drop(model.forward(x(&ddp, &device)).sum().backward());
+            let panic = catch_unwind(AssertUnwindSafe(bare)).unwrap_err();
+            let text = match panic.downcast_ref::<&str>() {
+                Some(text) => (*text).to_owned(),
+                None => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
+            };
+            assert!(
+                text.contains("`loss.backward()` reached a wrapped model")
+                    && text.contains("call `ddp.backward(&loss, &model)?`"),
+                "{text}"
+            );
+            // A copy without gradients is no part of a backward.
+            let factor = Tensor::<1>::ones([1], &device).require_grad();
+            let frozen = model.clone().no_grad().forward(x(&ddp, &device)).sum();
+            assert!(factor.grad(&(frozen * factor.clone()).backward()).is_some());
+            // The model still trains.
+            let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?.expect("averages");
+            assert_eq!(grads.len(), 6);
+            Ok(())
+        })
+        .unwrap();
+    }
 }
 
 #[test]
@@ -324,17 +349,22 @@ fn a_world_of_1_has_the_gradients_of_plain_burn() {
     Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();
         let plain = Mlp::new(&device);
-        let grad = |model: &Mlp| {
-            let grads = model.forward(x(&ddp, &device)).sum().backward();
-            assert_eq!(GradientsParams::from_grads(grads, model).len(), 6);
-            let grads = model.forward(x(&ddp, &device)).sum().backward();
-            model.a.weight.base().grad(&grads).unwrap().into_data()
+        let grad = |model: &Mlp, wrapped: bool| {
+            let grads = || {
+                let loss = model.forward(x(&ddp, &device)).sum();
+                match wrapped {
+                    true => ddp.backward(&loss, model).unwrap().expect("averages"),
+                    false => GradientsParams::from_grads(loss.backward(), model),
+                }
+            };
+            assert_eq!(grads().len(), 6);
+            grads().get::<2>(model.a.weight.id).unwrap().into_data()
         };
-        let expected = grad(&plain);
+        let expected = grad(&plain, false);
         for reduces in [false, true] {
             let before = ddp.telemetry().stats();
             let config = WrapConfig::new().with_single_rank_reduction(reduces);
-            assert_eq!(grad(&ddp.wrap_with(plain.clone(), &config)?), expected);
+            assert_eq!(grad(&ddp.wrap_with(plain.clone(), &config)?, true), expected);
             assert_eq!((ddp.telemetry().stats() - before).steps, 2);
         }
         Ok(())
@@ -398,9 +428,8 @@ fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
         let mut model = ddp.wrap(plain.clone())?;
         let mut optim = SgdConfig::new().init();
         for _ in 0..2 {
-            let grads = branch(&model, &ddp, &device).backward();
+            let grads = ddp.backward(&branch(&model, &ddp, &device), &model)?.expect("averages");
             between(&ddp, &model, &device);
-            let grads = GradientsParams::from_grads(grads, &model);
             assert_eq!(grads.len(), 6);
             model = optim.step(0.1, model, grads);
         }
@@ -422,7 +451,7 @@ fn averages_of_unused_parameters_survive_what_happens_before_the_optimizer_takes
     stays_equal(|ddp, model, device| drop(branch(model, ddp, device)));
     stays_equal(|_, model, _| drop(param_hash(model).unwrap()));
     stays_equal(|_, model, _| drop(model.clone().no_grad()));
-    stays_equal(|ddp, model, device| drop(branch(model, ddp, device).backward()));
+    stays_equal(|ddp, model, device| drop(ddp.backward(&branch(model, ddp, device), model).unwrap()));
 }
 
 #[test]
@@ -433,13 +462,11 @@ fn parts_of_a_model_may_have_optimizers_of_their_own() {
         let mut model = ddp.wrap(plain.clone())?;
         let (mut a, mut b, mut c) = (SgdConfig::new().init(), SgdConfig::new().init(), SgdConfig::new().init());
         for _ in 0..2 {
-            let mut grads = branch(&model, &ddp, &device).backward();
-            let g = GradientsParams::from_module(&mut grads, &model.shared);
-            model.shared = a.step(0.1, model.shared, g);
-            let g = GradientsParams::from_module(&mut grads, &model.left);
-            model.left = b.step(0.1, model.left, g);
-            let g = GradientsParams::from_module(&mut grads, &model.right);
-            model.right = c.step(0.1, model.right, g);
+            let parts = (&model.shared, &model.left, &model.right);
+            let (shared, left, right) = ddp.backward(&branch(&model, &ddp, &device), parts)?.expect("averages");
+            model.shared = a.step(0.1, model.shared, shared);
+            model.left = b.step(0.1, model.left, left);
+            model.right = c.step(0.1, model.right, right);
         }
         Ok(param_hash(&model)?)
     })
@@ -454,8 +481,8 @@ fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
     let hashes = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(plain.clone())?.load_record(record.clone());
-        let grads = ddp.backward(&branch(&model, &ddp, &device), &model)?;
-        let grads = GradientsParams::from_grads(grads, &model);
+        let grads = ddp.backward(&branch(&model, &ddp, &device), &model)?.expect("averages");
+        assert_eq!(grads.len(), 6);
         Ok(param_hash(&SgdConfig::new().init().step(0.1, model, grads))?)
     })
     .unwrap();
@@ -474,7 +501,7 @@ fn lora_with_a_frozen_base_trains_and_with_a_trained_base_is_refused() {
         let before = param_hash(&model)?;
         let mut optim = SgdConfig::new().init();
         for _ in 0..3 {
-            let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+            let grads = ddp.backward(&model.forward(x(&ddp, &device)).sum(), &model)?.expect("averages");
             assert_eq!(grads.len(), 6, "two factors for each of three weights");
             model = optim.step(0.1, model, grads);
         }
@@ -503,15 +530,15 @@ fn a_target_network_beside_its_original_keeps_its_own_state() {
             };
             assert!(online.weight.is_require_grad() && !target.weight.is_require_grad());
             let loss = (online.forward(x(&ddp, &device)) - target.forward(x(&ddp, &device)) * 2.0).sum();
-            assert_eq!(GradientsParams::from_grads(loss.backward(), &online).len(), 2);
+            assert_eq!(ddp.backward(&loss, &online)?.expect("averages").len(), 2);
         }
         let tied = ddp.wrap(vec![online.clone(), online.clone()])?;
         let loss = tied[1].forward(x(&ddp, &device)).sum() + tied[0].forward(x(&ddp, &device)).sum();
-        let grads = loss.backward();
+        let grads = ddp.backward(&loss, &tied)?.expect("averages");
         let one = online.forward(x(&ddp, &device)).sum().backward();
-        let both = tied[0].bias.as_ref().unwrap().base().grad(&grads).unwrap().into_data();
+        let both = grads.get::<1>(tied[0].bias.as_ref().unwrap().id).unwrap().into_data();
         let single = online.bias.as_ref().unwrap().base().grad(&one).unwrap() * 2.0;
-        assert_eq!(both, single.into_data(), "clones share a leaf, as in plain Burn");
+        assert_eq!(both, single.into_data(), "clones are one parameter");
         Ok(())
     })
     .unwrap();

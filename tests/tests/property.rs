@@ -70,7 +70,7 @@ struct Plan {
     frozen: BTreeSet<usize>,
     optim: Optim,
     reduction: GradientReduction,
-    /// Micro-batches per step; `None`: each rank has its own number, by `no_sync`.
+    /// Micro-batches per step; `None`: each rank has its own number, by `ddp.accumulate`.
     accumulation: Option<usize>,
     bucket_cap_bytes: usize,
     steps: Vec<Step>,
@@ -100,8 +100,8 @@ struct Step {
     ranks: Vec<Vec<Vec<Part>>>,
     /// The change to the model of each rank between backward and step.
     between: Vec<Between>,
-    /// True for `ddp.backward`, which returns errors; false for Burn's `backward`.
-    fallible: bool,
+    /// True for `ddp.scope`, false for `ddp.backward`.
+    scoped: bool,
 }
 
 /// Two rows and the nodes they go through.
@@ -200,7 +200,7 @@ impl Plan {
                         ][dice.below(7)]
                     })
                     .collect(),
-                fallible: dice.one_in(2),
+                scoped: dice.one_in(2),
             })
             .collect();
         Plan {
@@ -357,11 +357,16 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
             let sum = parts.reduce(|a, b| a + b).expect("a micro-batch has parts");
             let divisor = if plan.reduction == GradientReduction::Sum { all } else { micro.len() };
             let loss = times(sum, 1.0 / divisor as f64, &device);
-            ddp.set_batch_items(micro.len() as f64)?;
-            let backward = || if step.fallible { ddp.backward(&loss, &model) } else { Ok(loss.backward()) };
+            let weighted = ddp.weighted(micro.len() as f64);
             let last = i + 1 == mine.len();
-            let of_this =
-                if plan.accumulation.is_none() && !last { ddp.no_sync(&model, backward)?? } else { backward()? };
+            let of_this = if plan.accumulation.is_none() && !last {
+                weighted.accumulate(&loss, &model)?;
+                None
+            } else if step.scoped {
+                weighted.scope(&model, || drop(loss.backward()))?.1
+            } else {
+                weighted.backward(&loss, &model)?
+            };
             match step.between[ddp.rank()] {
                 Between::Nothing => (),
                 Between::Hash => drop(param_hash(&model)?),
@@ -369,12 +374,11 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
                 Between::Copy => drop(model.clone().fork(&device).no_grad()),
                 Between::Valid => drop(walk(&model.valid(), 0, &[0], &device.clone().inner())),
             }
-            let of_this = GradientsParams::from_grads(of_this, &model);
-            ensure!(last || of_this.is_empty(), "gradients before the last micro-batch");
-            grads = last.then_some(of_this);
+            ensure!(last || of_this.is_none(), "gradients before the last micro-batch");
+            grads = of_this;
         }
         drop(alive);
-        model = optim.step(0.05, model, grads.expect("there is a last micro-batch"));
+        model = optim.step(0.05, model, grads.expect("averages of the last micro-batch"));
     }
     Ok((values(&model), param_hash(&model)?))
 }

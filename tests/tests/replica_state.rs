@@ -15,14 +15,21 @@ use std::time::{Duration, Instant};
 type Statistics = [Vec<f64>; 2];
 
 fn step(ddp: &Ddp, model: Normed, start: usize, batch: usize, device: &Device) -> anyhow::Result<Normed> {
-    step_on(ddp, model, rows(start, batch, 6, 1, DType::F32, device))
+    step_on(Some(ddp), model, rows(start, batch, 6, 1, DType::F32, device))
 }
 
-fn step_on(ddp: &Ddp, model: Normed, batch: Tensor<2>) -> anyhow::Result<Normed> {
-    ddp.set_batch_items(batch.dims()[0] as f64)?;
-    let grads = model.loss(batch).backward();
-    let grads = GradientsParams::from_grads(grads, &model);
-    Ok(SgdConfig::new().init().step(0.05, model, grads))
+/// A step of a wrapped model; without `ddp` one of plain Burn.
+fn step_on(ddp: Option<&Ddp>, model: Normed, batch: Tensor<2>) -> anyhow::Result<Normed> {
+    let items = batch.dims()[0] as f64;
+    let loss = model.loss(batch);
+    let grads = match ddp {
+        Some(ddp) => ddp.weighted(items).backward(&loss, &model)?,
+        None => Some(GradientsParams::from_grads(loss.backward(), &model)),
+    };
+    Ok(match grads {
+        Some(grads) => SgdConfig::new().init().step(0.05, model, grads),
+        None => model,
+    })
 }
 
 /// The first row of a rank and its number of rows in a step, which is 4, 6, 8 …
@@ -184,9 +191,9 @@ impl Shifted {
         Shifted { normed: Normed::new(device), shift: Tensor::ones([1, 6], device) }
     }
 
-    /// Checks that all its tensors recompute activations (equality of devices ignores that), and trains one step: Burn
-    /// panics if an operation combines tensors with and without checkpointing.
-    fn assert_checkpointing(self, ddp: &Ddp, device: &Device) -> anyhow::Result<()> {
+    /// Checks that all its tensors recompute activations (equality of devices ignores that), and trains one step, on
+    /// `ddp` if the model is wrapped: Burn panics if an operation combines tensors with and without checkpointing.
+    fn assert_checkpointing(self, ddp: Option<&Ddp>, device: &Device) -> anyhow::Result<()> {
         struct Strategies(Vec<Option<GradientCheckpointingStrategy>>);
         impl ModuleVisitor for Strategies {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -198,7 +205,8 @@ impl Shifted {
         assert_eq!(strategies.0, [Some(GradientCheckpointingStrategy::Balanced); 9]);
         assert!(self.normed.a.weight.is_require_grad());
         let shift = self.shift.clone();
-        step_on(ddp, self.normed, rows(ddp.rank() * 5, 5, 6, 1, DType::F32, device) + shift)?;
+        let start = ddp.map_or(0, Ddp::rank) * 5;
+        step_on(ddp, self.normed, rows(start, 5, 6, 1, DType::F32, device) + shift)?;
         Ok(())
     }
 }
@@ -207,7 +215,7 @@ impl Shifted {
 fn gradient_checkpointing_survives_wrapping() {
     for world in [1, 2] {
         let device = device().autodiff().gradient_checkpointing();
-        let model = Ddp::spawn(world, |ddp| ddp.wrap(Shifted::new(&device))?.assert_checkpointing(&ddp, &device));
+        let model = Ddp::spawn(world, |ddp| ddp.wrap(Shifted::new(&device))?.assert_checkpointing(Some(&ddp), &device));
         model.unwrap();
     }
 }
@@ -221,12 +229,12 @@ fn gradient_checkpointing_survives_a_broadcast_and_loading() {
             let model = ddp.broadcast_parameters(Shifted::new(&device), 0)?;
             let checkpoints = ddp.checkpoints(directory.path())?;
             checkpoints.save(world as u64, |c| c.model(&model))?;
-            ddp.wrap(model)?.assert_checkpointing(&ddp, &device)?;
+            ddp.wrap(model)?.assert_checkpointing(Some(&ddp), &device)?;
             let saved = checkpoints.latest()?.expect("it was saved");
             let loaded = saved.model(Shifted::new(&device))?;
-            loaded.clone().assert_checkpointing(&ddp, &device)?;
-            ddp.wrap(loaded)?.assert_checkpointing(&ddp, &device)?;
-            saved.model(ddp.wrap(Shifted::new(&device))?)?.assert_checkpointing(&ddp, &device)
+            loaded.clone().assert_checkpointing(None, &device)?;
+            ddp.wrap(loaded)?.assert_checkpointing(Some(&ddp), &device)?;
+            saved.model(ddp.wrap(Shifted::new(&device))?)?.assert_checkpointing(Some(&ddp), &device)
         });
         ranks.unwrap();
     }
@@ -257,7 +265,7 @@ fn statistics_that_left_the_wrapped_model_are_an_error() {
         let model = ddp.wrap(Normed::new(&device))?;
         let model = model.valid().train();
         let loss = model.loss(rows(ddp.rank() * 5, 5, 6, 1, DType::F32, &device));
-        let error = ddp.backward(&loss, &model).err().expect("an error");
+        let error = ddp.backward(&loss, &model).map(drop).expect_err("an error");
         Ok(error.to_string())
     })
     .unwrap();
@@ -304,7 +312,7 @@ fn flipped(config: &WrapConfig, flip: usize, bit: Flip, frozen: bool) -> Vec<(us
             }
             let x = rows(ddp.rank() * 4 + done * 8, 4, 6, 1, DType::F32, &device);
             match ddp.backward(&model.forward(x).powf_scalar(2.0).mean(), &model) {
-                Ok(grads) => model = optim.step(0.05, model.clone(), GradientsParams::from_grads(grads, &model)),
+                Ok(grads) => model = optim.step(0.05, model, grads.expect("averages")),
                 Err(error) => return Ok((done, error.to_string())),
             }
         }
@@ -350,11 +358,10 @@ fn faulty(config: &WrapConfig, fault: Fault) -> Vec<(u64, Option<(usize, String)
         let mut model = ddp.wrap_with(Mlp::new(&device), config)?;
         let mut optim = AdamConfig::new().init();
         for step in 0..40 {
-            let grads = match ddp.backward(&loss(&model, ddp.rank(), step, &device), &model) {
-                Ok(grads) => grads,
+            let mut grads = match ddp.backward(&loss(&model, ddp.rank(), step, &device), &model) {
+                Ok(grads) => grads.expect("averages"),
                 Err(error) => return Ok((ddp.telemetry().stats().rounded, Some((step, error.to_string())))),
             };
-            let mut grads = GradientsParams::from_grads(grads, &model);
             let mut lr = 0.01;
             if ddp.rank() == 1 {
                 let (changed, other) = fault(&ddp, model, &mut lr, step)?;
@@ -398,8 +405,8 @@ fn clipping_by_a_norm_that_rounds_differently_goes_on() {
         let mut optim = AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1e-3))).init();
         for step in 0..200 {
             let x = rows(2 * step + ddp.rank(), 1, 2048, 1, DType::F32, &device);
-            let grads = ddp.backward(&model.forward(x).powf_scalar(2.0).mean(), &model)?;
-            let grads = GradientsParams::from_grads(grads, &model);
+            let loss = model.forward(x).powf_scalar(2.0).mean();
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(1e-3, model, grads);
         }
         ddp.check_replicas(&model)?;
@@ -417,8 +424,8 @@ fn movements_are_measured_anew_after_a_join() {
         let lr = f64::from(f32::from_bits(0.01_f32.to_bits() + ddp.rank() as u32));
         for _ in 0..2 {
             for step in 0..6 + 5 * ddp.rank() {
-                let grads = loss(&model, ddp.rank(), step, &device).backward();
-                let grads = GradientsParams::from_grads(grads, &model);
+                let loss = loss(&model, ddp.rank(), step, &device);
+                let grads = ddp.backward(&loss, &model)?.expect("averages");
                 model = optim.step(lr, model, grads);
             }
             ddp.join(&mut model, &mut optim)?;
@@ -474,7 +481,7 @@ fn ranks_that_train_different_models_are_an_error_at_the_next_comparison() {
 #[test]
 fn a_lagging_copy_that_one_rank_reads_is_not_compared() {
     for frozen in [false, true] {
-        for checked in [false, true] {
+        for scoped in [false, true] {
             let hashes = Ddp::spawn(2, |ddp| {
                 let device = ddp.device()?.autodiff();
                 let config = WrapConfig::new().with_replica_check(1).with_exact_replicas(true);
@@ -487,12 +494,14 @@ fn a_lagging_copy_that_one_rank_reads_is_not_compared() {
                         let copy = if frozen { best.clone().no_grad() } else { best.clone() };
                         let _ = copy.forward(rows(0, 4, 6, 1, DType::F32, &device));
                     }
-                    let grads = if checked { ddp.backward(&loss, &model)? } else { loss.backward() };
+                    let grads = match scoped {
+                        true => ddp.scope(&model, || drop(loss.backward()))?.1,
+                        false => ddp.backward(&loss, &model)?,
+                    };
                     if step == 2 {
                         best = model.clone();
                     }
-                    let grads = GradientsParams::from_grads(grads, &model);
-                    model = optim.step(0.05, model, grads);
+                    model = optim.step(0.05, model, grads.expect("averages"));
                 }
                 Ok(param_hash(&model)?)
             })
@@ -518,13 +527,13 @@ fn of_two_models_in_one_loss_the_checked_one_is_compared() {
                 let mut order = [0, 1];
                 order.rotate_left((step + ddp.rank()) % 2);
                 let [one, other] = order.map(|i| loss(&models[i], ddp.rank(), step, &device));
-                let mut grads = match ddp.backward(&(one + other), &models[step % 2]) {
-                    Ok(grads) => grads,
+                let named = [step % 2, 1 - step % 2];
+                let grads = match ddp.backward(&(one + other), (&models[named[0]], &models[named[1]])) {
+                    Ok(grads) => grads.expect("averages"),
                     Err(error) => return Ok((step, error.to_string())),
                 };
-                for model in &mut models {
-                    let grads = GradientsParams::from_module(&mut grads, model);
-                    *model = SgdConfig::new().init().step(0.05, model.clone(), grads);
+                for (i, grads) in named.into_iter().zip([grads.0, grads.1]) {
+                    models[i] = SgdConfig::new().init().step(0.05, models[i].clone(), grads);
                 }
             }
             let checks: Vec<bool> = models.iter().map(|model| ddp.check_replicas(model).is_ok()).collect();
@@ -566,21 +575,17 @@ fn save_tells_that_replicas_differ_and_keeps_the_file() {
 
 #[test]
 fn a_parameter_that_was_replaced_after_wrap_is_an_error() {
-    for plain in [false, true] {
+    for copied in [true, false] {
         let errors = Ddp::spawn(2, |ddp| {
             let device = ddp.device()?.autodiff();
             let mut model = ddp.wrap(Mlp::new(&device))?;
-            let _copy = (!plain).then(|| model.clone());
+            let _copy = copied.then(|| model.clone());
             model.b.weight = model.b.weight.map(|w| w.clamp(-0.01, 0.01).detach().require_grad());
             let loss = model.forward(rows(ddp.rank() * 4, 4, 6, 1, DType::F32, &device)).mean();
-            if plain {
-                let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| loss.backward())).err();
-                return Ok(panic.and_then(|p| p.downcast_ref::<String>().cloned()).unwrap_or_default());
-            }
             Ok(ddp.backward(&loss, &model).err().map(|e| e.to_string()).unwrap_or_default())
         })
         .unwrap();
-        assert!(errors.iter().any(|e| e.contains("b.weight is no longer tapped")), "plain {plain}: {errors:?}");
+        assert!(errors.iter().any(|e| e.contains("b.weight is no longer tapped")), "copied {copied}: {errors:?}");
         assert!(errors.iter().all(|e| !e.is_empty()), "{errors:?}");
     }
 }
@@ -608,24 +613,18 @@ impl Careless {
 #[test]
 fn a_parameter_read_past_its_tap_is_an_error_at_once() {
     for past in 1..=3 {
-        for plain in [false, true] {
-            let errors = Ddp::spawn(2, |ddp| {
-                let device = ddp.device()?.autodiff();
-                let model = ddp.wrap(Careless { inner: Mlp::new(&device) })?;
-                let loss = model.loss(rows(ddp.rank() * 4, 4, 6, 1, DType::F32, &device), past);
-                if plain {
-                    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| loss.backward())).err();
-                    return Ok(panic.and_then(|p| p.downcast_ref::<String>().cloned()).unwrap_or_default());
-                }
-                Ok(ddp.backward(&loss, &model).err().map(|e| e.to_string()).unwrap_or_default())
-            })
-            .unwrap();
-            assert!(
-                errors.iter().any(|e| e.contains("inner.b.weight was read past its tap") && e.contains("val()")),
-                "way {past}, plain {plain}: {errors:?}"
-            );
-            assert!(errors.iter().all(|e| !e.is_empty()));
-        }
+        let errors = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = ddp.wrap(Careless { inner: Mlp::new(&device) })?;
+            let loss = model.loss(rows(ddp.rank() * 4, 4, 6, 1, DType::F32, &device), past);
+            Ok(ddp.backward(&loss, &model).err().map(|e| e.to_string()).unwrap_or_default())
+        })
+        .unwrap();
+        assert!(
+            errors.iter().any(|e| e.contains("inner.b.weight was read past its tap") && e.contains("val()")),
+            "way {past}: {errors:?}"
+        );
+        assert!(errors.iter().all(|e| !e.is_empty()));
     }
 }
 
@@ -642,9 +641,7 @@ fn two_wrapped_models_in_one_loss_may_meet_in_any_order() {
             let x = rows(ddp.rank() * 4 + i * 8, 4, 6, 1, DType::F32, &device);
             let (a, b) = (first.forward(x.clone()), second.forward(x));
             let loss = if (ddp.rank() + i) % 2 == 0 { a.mean() + b.mean() } else { b.mean() + a.mean() };
-            let mut grads = loss.backward();
-            let grads_a = GradientsParams::from_module(&mut grads, &first);
-            let grads_b = GradientsParams::from_module(&mut grads, &second);
+            let (grads_a, grads_b) = ddp.backward(&loss, (&first, &second))?.expect("averages");
             first = one.step(0.05, first, grads_a);
             second = two.step(0.05, second, grads_b);
         }

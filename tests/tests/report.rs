@@ -65,7 +65,7 @@ fn run(plan: Plan) -> Report {
                 true => x + layer.weight.val().sum().unsqueeze(),
                 false => layer.forward(x),
             };
-            model.layers.iter().fold(x, apply).sum().backward();
+            ddp.backward(&model.layers.iter().fold(x, apply).sum(), &model)?;
             sleep(of_rank(plan.compute));
             if !plan.save.is_zero() {
                 checkpoints.save(step as u64, |c| {

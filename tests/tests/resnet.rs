@@ -4,8 +4,8 @@
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
+use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, DType, TensorData};
@@ -83,7 +83,7 @@ fn train(ddp: &Ddp, initial: &[u8], dtype: DType) -> Result<Read> {
         let (pictures, labels) = batch(step, dtype, &device);
         let logits = net.forward(pictures.slice_dim(0, own.clone()));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, labels.slice_dim(0, own.clone()));
-        let grads = GradientsParams::from_grads(ddp.backward(&loss, &net)?, &net);
+        let grads = ddp.backward(&loss, &net)?.expect("averages");
         net = optim.step(0.02, net, grads);
     }
     let mut read = Read::default();

@@ -36,6 +36,8 @@ impl Routed {
 /// The share of one rank in the training.
 #[derive(Clone, Copy)]
 struct Share<'a> {
+    /// The rank of a wrapped model; none in plain Burn.
+    ddp: Option<&'a Ddp>,
     device: &'a Device,
     rank: usize,
     world: usize,
@@ -61,7 +63,33 @@ impl Share<'_> {
     }
 
     fn grads(&self, model: &Routed, batch: usize) -> GradientsParams {
-        GradientsParams::from_grads(self.loss(model, batch).backward(), model)
+        self.grads_of(&self.loss(model, batch), model)
+    }
+
+    fn grads_of(&self, loss: &Tensor<1>, model: &Routed) -> GradientsParams {
+        match self.ddp {
+            Some(ddp) => ddp.backward(loss, model).unwrap().expect("averages"),
+            None => GradientsParams::from_grads(loss.backward(), model),
+        }
+    }
+
+    /// Gradients of the trunk, and of the experts.
+    fn grads_of_parts(&self, model: &Routed, batch: usize) -> (GradientsParams, GradientsParams) {
+        let loss = self.loss(model, batch);
+        if let Some(ddp) = self.ddp {
+            return ddp.backward(&loss, (&model.trunk, &model.experts)).unwrap().expect("averages");
+        }
+        let mut grads = loss.backward();
+        let trunk = GradientsParams::from_module(&mut grads, &model.trunk);
+        (trunk, GradientsParams::from_grads(grads, &model.experts))
+    }
+
+    /// Runs `f`, whose optimizer and mappers treat each element by itself.
+    fn element_wise<T>(&self, f: impl FnOnce() -> T) -> T {
+        match self.ddp {
+            Some(ddp) => ddp.element_wise(f),
+            None => f(),
+        }
     }
 }
 
@@ -155,8 +183,8 @@ fn combined_by_hand(mut model: Routed, share: Share<'_>) -> Routed {
     let mut optim = SgdConfig::new().init();
     for step in 0..3 {
         let (a, b) = (share.loss(&model, 2 * step), share.loss(&model, 2 * step + 1));
-        let b = GradientsParams::from_grads(b.backward(), &model);
-        let a = GradientsParams::from_grads(a.backward(), &model);
+        let b = share.grads_of(&b, &model);
+        let a = share.grads_of(&a, &model);
         let grads = surgery(&model, a, &b);
         model = optim.step(0.1, model, grads);
     }
@@ -181,9 +209,9 @@ fn on_other_threads(mut model: Routed, share: Share<'_>) -> Routed {
     let mut optim = SgdConfig::new().init();
     for step in 0..3 {
         let loss = std::thread::scope(|scope| scope.spawn(|| share.loss(&model, step)).join().unwrap());
-        let grads = std::thread::scope(|scope| scope.spawn(|| loss.backward()).join().unwrap());
-        let grads = GradientsParams::from_grads(grads, &model);
-        model = std::thread::scope(|scope| scope.spawn(|| optim.step(0.1, model, grads)).join().unwrap());
+        let grads = std::thread::scope(|scope| scope.spawn(|| share.grads_of(&loss, &model)).join().unwrap());
+        let stepped = || share.element_wise(|| optim.step(0.1, model, grads));
+        model = std::thread::scope(|scope| scope.spawn(stepped).join().unwrap());
     }
     model
 }
@@ -195,7 +223,7 @@ fn over_copies(mut model: Routed, share: Share<'_>) -> Routed {
         let direction = by_id(&model);
         let copies = [0.9, 1.0, 1.1].map(|by| model.clone().map(&mut Mix(&direction, [0.0, by])));
         let losses = copies.each_ref().map(|copy| share.loss(copy, step));
-        let grads = |i: usize| GradientsParams::from_grads(losses[i].backward(), &copies[i]);
+        let grads = |i: usize| share.grads_of(&losses[i], &copies[i]);
         let grads = surgery(&model, surgery(&model, grads(0), &grads(1)), &grads(2));
         model = optim.step(0.1, model, grads);
     }
@@ -207,11 +235,11 @@ fn in_parts(mut model: Routed, share: Share<'_>) -> Routed {
     let momentum = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut optims = [momentum(), momentum(), momentum()];
     for step in 0..4 {
-        let mut grads = share.loss(&model, step).backward();
-        let biases: Vec<_> = model.experts.iter().filter_map(|expert| Some(expert.bias.as_ref()?.id)).collect();
-        let biases = GradientsParams::from_params(&mut grads, &model, &biases);
-        let trunk = GradientsParams::from_module(&mut grads, &model.trunk);
-        let weights = GradientsParams::from_grads(grads, &model);
+        let (trunk, mut weights) = share.grads_of_parts(&model, step);
+        let mut biases = GradientsParams::new();
+        for bias in model.experts.iter().filter_map(|expert| expert.bias.as_ref()) {
+            biases.register(bias.id, weights.remove::<1>(bias.id).expect("every expert is used"));
+        }
         assert_eq!([biases.len(), trunk.len(), weights.len()], [3, 2, 3]);
         for ((optim, grads), lr) in optims.iter_mut().zip([biases, trunk, weights]).zip([0.2, 0.1, 0.05]) {
             model = optim.step(lr, model, grads);
@@ -224,9 +252,8 @@ fn in_parts(mut model: Routed, share: Share<'_>) -> Routed {
 fn one_step_late(mut model: Routed, share: Share<'_>) -> Routed {
     let (mut optim, mut late) = (SgdConfig::new().init(), None);
     for step in 0..4 {
-        let grads = share.loss(&model, step).backward();
-        if let Some((grads, of)) = late.replace((grads, model.clone())) {
-            model = optim.step(0.1, model, GradientsParams::from_grads(grads, &of));
+        if let Some(grads) = late.replace(share.grads(&model, step)) {
+            model = optim.step(0.1, model, grads);
         }
     }
     model
@@ -248,7 +275,7 @@ fn they_train_as_plain_burn() {
     let new = |rank: usize, device: &Device| to_f64(numbered(Routed::new(device), 1 + 100 * rank as u64));
     for (name, train) in trainings {
         let device = burn_ddp_tests::device().autodiff();
-        let alone = Share { device: &device, rank: 0, world: 1, reads_all: false };
+        let alone = Share { ddp: None, device: &device, rank: 0, world: 1, reads_all: false };
         let plain = values(&train(new(0, &device), alone));
         assert!(distance(&plain, &values(&new(0, &device))) > 1e-3, "{name}: nothing was trained");
         for (world, sharding) in [1, 2, 3].into_iter().flat_map(|n| [(n, Sharding::Off), (n, Sharding::Parameters)]) {
@@ -258,11 +285,7 @@ fn they_train_as_plain_burn() {
                 let model = ddp.wrap_with(new(ddp.rank(), &device), &config)?;
                 ddp.optimizer(SgdConfig::new().init(), &model)?;
                 let reads_all = sharding == Sharding::Parameters;
-                let share = Share { device: &device, rank: ddp.rank(), world, reads_all };
-                // Threads of the training's own do not know that its mappers are by element.
-                if name == "on_other_threads" && reads_all {
-                    return Ok(plain.clone());
-                }
+                let share = Share { ddp: Some(&ddp), device: &device, rank: ddp.rank(), world, reads_all };
                 // The optimizers and mappers are by element, and were not checked.
                 let model = ddp.element_wise(|| train(model, share));
                 ddp.check_replicas(&model)?;
@@ -291,12 +314,12 @@ fn two_models_train_on_two_threads_of_each_rank() {
         }
         values(&model)
     };
-    let plain =
-        [1, 2].map(|nth| train(new(nth, &device), Share { device: &device, rank: 0, world: 1, reads_all: false }));
+    let alone = Share { ddp: None, device: &device, rank: 0, world: 1, reads_all: false };
+    let plain = [1, 2].map(|nth| train(new(nth, &device), alone));
     let ranks = Ddp::spawn_with(2, options, |ddp| {
         let device = ddp.device()?.autodiff();
         let models = [ddp.wrap(new(1, &device))?, ddp.wrap(new(2, &device))?];
-        let share = Share { device: &device, rank: ddp.rank(), world: 2, reads_all: false };
+        let share = Share { ddp: Some(&ddp), device: &device, rank: ddp.rank(), world: 2, reads_all: false };
         Ok(std::thread::scope(|scope| {
             models.map(|model| scope.spawn(|| train(model, share))).map(|thread| thread.join().unwrap())
         }))

@@ -7,7 +7,7 @@ use std::path::Path;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::{Fill, job};
@@ -54,7 +54,7 @@ fn step(ddp: &Ddp, model: Net, optim: &mut DdpOptimizer, step: usize) -> anyhow:
     let token = |i: usize| ((7 * i + 5 * step + i * i) % 11) as i32;
     let tokens: Vec<i32> = (ddp.rank() * own * 3..(ddp.rank() + 1) * own * 3).map(token).collect();
     let tokens = Tensor::<1, Int>::from_ints(tokens.as_slice(), &device).reshape([own, 3]);
-    let grads = GradientsParams::from_grads(ddp.backward(&model.loss(tokens), &model)?, &model);
+    let grads = ddp.backward(&model.loss(tokens), &model)?.expect("averages");
     Ok(optim.step(0.01, model, grads))
 }
 

@@ -131,7 +131,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
             most();
             let loss = model.loss(x.clone());
             let (kept_by_forward, most_in_forward) = (WHOLE.get(), most());
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             drop(loss);
             let most_in_backward = most();
             let with_gradients = since()?;

@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::optim::{AdamConfig, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -123,10 +123,10 @@ fn the_halves_of_a_gan_train_in_different_parts() {
         for step in 0..STEPS {
             let fake = g.forward(noise(step, ddp.rank(), &device));
             let loss = opinion(&d, real(step, ddp.rank(), &device), 1.0) + opinion(&d, fake.clone().detach(), 0.0);
-            let grads = GradientsParams::from_grads(loss.backward(), &d);
+            let grads = ddp.backward(&loss, &d)?.expect("averages");
             let loss = opinion(&d.clone().no_grad(), fake, 1.0);
             d = d_optim.step(0.1, d, grads);
-            let grads = GradientsParams::from_grads(loss.backward(), &g);
+            let grads = ddp.backward(&loss, &g)?.expect("averages");
             g = g_optim.step(0.01, g, grads);
         }
         Ok([values(&g), values(&d)])
@@ -152,7 +152,7 @@ fn the_halves_of_a_gan_train_in_different_parts() {
                 let loss = opinion(&model, real(step, pair, &device), 1.0) + opinion(&model, fake.detach(), 0.0);
                 (loss, 0.1)
             };
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(rate, model, grads);
         }
         Ok((values(&model), param_hash(&model)?))
@@ -206,7 +206,7 @@ fn ranks_of_a_part_join_at_different_steps() {
         let mut optim = SgdConfig::new().init();
         for step in 0..2 + ddp.rank() + color as usize {
             let loss = model.forward(rows(step, 4, 6, color, wide(), &device)).powf_scalar(2.0).mean();
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(0.1, model, grads);
         }
         let missed = ddp.join(&mut model, &mut optim)?;
@@ -240,9 +240,12 @@ fn one_batch_trains_models_of_the_job_and_of_a_part() {
         for batch in loader.iter() {
             let batch = batch?;
             let x = Tensor::<1>::from_floats(batch.as_slice(), &device).reshape([batch.len(), 1]);
-            let grads = (dense.forward(x.clone()) + expert.forward(x)).mean().backward();
-            let of = |model: &Linear| model.weight.base().grad(&grads).unwrap().into_scalar::<f32>();
-            seen.push((batch, of(&dense), of(&expert)));
+            // Each handle reduces the gradients of its own model; the batch weighs both.
+            let gradient = |ddp: &Ddp, model: &Linear| -> anyhow::Result<f32> {
+                let grads = ddp.backward(&model.forward(x.clone()).mean(), model)?.expect("averages");
+                Ok(grads.get::<2>(model.weight.id).expect("the weight has a gradient").into_scalar())
+            };
+            seen.push((batch, gradient(&job, &dense)?, gradient(&pair, &expert)?));
         }
         Ok(seen)
     });
@@ -269,11 +272,7 @@ fn a_model_belongs_to_the_handle_that_wrapped_it() {
         let mut model: Linear = part.wrap(LinearConfig::new(1, 1).init(&device))?;
         let mut optim = SgdConfig::new().init();
         let checkpoints = job.checkpoints(directory.path())?;
-        let loss = || model.forward(Tensor::<2>::ones([1, 1], &device)).sum();
         let mut errors: Vec<Option<Error>> = vec![
-            job.backward(&loss(), &model).err(),
-            job.no_sync(&model, || ()).err(),
-            job.sync_gradients(&model).err(),
             job.sync_buffers(&model).err(),
             job.check_replicas(&model).err(),
             job.save(&model, directory.path().join("model")).err(),
@@ -287,14 +286,49 @@ fn a_model_belongs_to_the_handle_that_wrapped_it() {
         Ok(errors.into_iter().map(|error| error.map_or("none".into(), |e| e.to_string())).collect::<Vec<_>>())
     });
     for (rank, errors) in errors.unwrap().iter().enumerate() {
-        let ranks = if rank < 2 { "ranks 0, 1 of the job" } else { "ranks 2, 3 of the job" };
         for error in errors {
             assert!(error.contains("the model was wrapped by the handle of"), "{error}");
         }
-        assert!(errors[0].contains(ranks) && errors[0].contains("ranks 0, 1, 2, 3"), "{}", errors[0]);
+        says_which_handles(rank, &errors[0]);
         assert!(errors.last().unwrap().contains("another handle"), "{errors:?}");
     }
     assert!(!directory.path().join("model.bpk").exists());
+}
+
+/// Asserts that `error` names two handles of a job of 4 ranks: that of the half of `rank`, which wrapped the model, and
+/// that of the job.
+fn says_which_handles(rank: usize, error: &str) {
+    let ranks = if rank < 2 { "ranks 0, 1 of the job" } else { "ranks 2, 3 of the job" };
+    assert!(error.contains("the model was wrapped by the handle of"), "{error}");
+    assert!(error.contains(ranks) && error.contains("ranks 0, 1, 2, 3"), "{error}");
+}
+
+/// A rank may make such a mistake alone, so an error of a backward is that of all ranks: the job is over.
+#[test]
+fn a_backward_belongs_to_the_handle_that_wrapped_the_model() {
+    type Call = fn(&Ddp, &Tensor<1>, &Linear) -> Option<Error>;
+    let calls: [(&str, Call); 4] = [
+        ("backward", |job, loss, model| job.backward(loss, model).err()),
+        ("accumulate", |job, loss, model| job.accumulate(loss, model).err()),
+        ("scope", |job, loss, model| job.scope(model, || drop(loss.backward())).err()),
+        ("flush", |job, _, model| job.flush(model).err()),
+    ];
+    for (name, call) in calls {
+        let wrapped = std::sync::Barrier::new(4);
+        let errors = Ddp::spawn(4, |job| {
+            let part = job.split(Some(job.rank() as u64 / 2), 0)?.unwrap();
+            let device = job.device()?.autodiff();
+            let model: Linear = part.wrap(LinearConfig::new(1, 1).init(&device))?;
+            let loss = model.forward(Tensor::<2>::ones([1, 1], &device)).sum();
+            // Not a collective, which the error of the first rank might end on the others.
+            wrapped.wait();
+            Ok(call(&job, &loss, &model).map_or("none".into(), |error| error.to_string()))
+        });
+        for (rank, error) in errors.unwrap().iter().enumerate() {
+            println!("{name} on rank {rank}: {error}");
+            says_which_handles(rank, error);
+        }
+    }
 }
 
 #[test]

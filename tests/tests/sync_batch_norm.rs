@@ -108,18 +108,16 @@ fn any_split_follows_one_rank() {
             for step in 0..3 {
                 // A mean over this rank's items, with their number as the weight.
                 let n = mine.len() as f64;
-                ddp.set_batch_items(n)?;
                 let x = input(mine.clone(), step, &device).require_grad();
                 // A product instead of a division: the backward of Burn's division by a number computes 1/n in f32.
                 let loss = model.loss(x.clone()) * (1.0 / n.max(1.0));
-                let gradients = loss.backward();
+                let (gradients, grads) = ddp.weighted(n).scope(&model, || loss.backward())?;
                 if !mine.is_empty() {
                     let gradient = x.grad(&gradients).unwrap().into_data();
                     // Scaled, since a rank's loss is the mean over its own items, but one rank's the mean over all.
                     input_gradients.push(gradient.iter::<f64>().map(|g| g * n / items as f64).collect::<Vec<f64>>());
                 }
-                let grads = GradientsParams::from_grads(gradients, &model);
-                model = optim.step(0.05, model, grads);
+                model = optim.step(0.05, model, grads.expect("averages"));
             }
             Ok((flushed(&model), input_gradients, param_hash(&model)?))
         })
@@ -149,12 +147,11 @@ fn micro_batches_follow_one_rank() {
                 // Rank 0 has 3 items, rank 1 has 2; each micro-batch is normalised by itself.
                 let mine = if ddp.rank() == 0 { 0..3 } else { 3..5 };
                 let n = mine.len() as f64;
-                ddp.set_batch_items(n)?;
                 let salt = if own { micro as u64 } else { 0 };
                 let loss = model.loss(input(mine, salt, &device)) * (1.0 / n);
-                last = Some(GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model));
+                last = ddp.weighted(n).backward(&loss, &model)?;
             }
-            let grads = last.unwrap();
+            let grads = last.expect("averages");
             Ok(grads.get::<2>(model.a.weight.id).unwrap().into_data().iter::<f64>().collect())
         };
         Ok((gradients(1, false)?, gradients(2, false)?, gradients(2, true)?))
@@ -174,21 +171,20 @@ fn micro_batches_follow_one_rank() {
 #[test]
 fn alone_it_is_burns_layer_bit_for_bit() {
     let device = device().autodiff();
-    let step = |loss: Tensor<1>| loss.backward();
     let plain = Plain::new(7, &device);
-    let expected = plain.a.weight.grad(&step(plain.loss(input(0..5, 1, &device)))).unwrap().into_data();
+    let expected = plain.a.weight.grad(&plain.loss(input(0..5, 1, &device)).backward()).unwrap().into_data();
     let expected = (expected, flushed(&plain));
 
     let unwrapped = Plain::new(7, &device).synced();
-    let got = unwrapped.a.weight.grad(&step(unwrapped.loss(input(0..5, 1, &device)))).unwrap().into_data();
+    let got = unwrapped.a.weight.grad(&unwrapped.loss(input(0..5, 1, &device)).backward()).unwrap().into_data();
     assert_eq!((got, flushed(&unwrapped)), expected);
 
     let of_one = Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();
         let config = WrapConfig::new().with_single_rank_reduction(true);
         let model = ddp.wrap_with(Plain::new(7, &device).synced(), &config)?;
-        let gradients = step(model.loss(input(0..5, 1, &device)));
-        Ok((model.a.weight.base().grad(&gradients).unwrap().into_data(), flushed(&model)))
+        let grads = ddp.backward(&model.loss(input(0..5, 1, &device)), &model)?.expect("averages");
+        Ok((grads.get::<2>(model.a.weight.id).unwrap().into_data(), flushed(&model)))
     })
     .unwrap();
     assert_eq!(of_one[0], expected);
@@ -214,7 +210,7 @@ fn records_are_those_of_burns_layer() {
         for step in 0..3 {
             let mine = ddp.rank() * 4..ddp.rank() * 4 + 4;
             let loss = model.loss(input(mine, step, &device));
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(1e-2, model, grads);
         }
         ddp.save(&model, dir.path().join("model"))?;
@@ -280,7 +276,7 @@ fn averaged_and_broadcast_buffers_change_nothing() {
             let mut optim = SgdConfig::new().init();
             for step in 0..4 {
                 let loss = model.loss(input(ddp.rank() * 3..ddp.rank() * 3 + 3, step, &device)) / 3.0;
-                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let grads = ddp.backward(&loss, &model)?.expect("averages");
                 model = optim.step(0.01, model, grads);
             }
             Ok(flushed(&model))
@@ -315,7 +311,8 @@ fn half_precision_is_computed_in_single() {
             let x = x.detach().require_grad();
             let y = norm.forward(x.clone());
             assert_eq!(y.dtype(), dtype);
-            let gradients = ddp.backward(&(y.clone() * y.clone() * y.clone()).sum(), &norm)?;
+            let loss = (y.clone() * y.clone() * y.clone()).sum();
+            let (gradients, _) = ddp.scope(&norm, || loss.backward())?;
             assert_eq!(x.grad(&gradients).unwrap().dtype(), dtype);
             assert_eq!(norm.norm.running_mean.value_sync().dtype(), dtype);
             Ok(y.inner().into_data().iter::<f64>().collect::<Vec<_>>())

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -88,8 +88,9 @@ fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
     for (nth, batch) in loader.iter().enumerate() {
         let loss = model.forward(batch?).powf_scalar(2.0).mean();
         ddp.mean(nth as f64)?;
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        if (nth + 1) % ACCUMULATION == 0 {
+        let grads = ddp.backward(&loss, &model)?;
+        anyhow::ensure!(grads.is_some() == ((nth + 1) % ACCUMULATION == 0), "a step per {ACCUMULATION} micro-batches");
+        if let Some(grads) = grads {
             model = optim.step(0.05, model, grads);
         }
     }
@@ -224,7 +225,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
                 std::thread::sleep(Duration::from_millis(50));
             }
             ddp.mean(0.0)?; // the other ranks wait here and not in backward
-            model.forward(x).sum().backward();
+            ddp.backward(&model.forward(x).sum(), &model)?;
         }
         Ok(ddp.telemetry().straggler())
     });

@@ -10,7 +10,7 @@
 
 use burn::data::dataset::transform::PartialDataset;
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
@@ -42,11 +42,9 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
         sum += loss.clone().into_scalar::<f64>();
-        // Empty until the last micro-batch of a step or of the epoch; then the mean over all items since the last step.
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        if !grads.is_empty() {
-            model = optim.step(0.1, model, grads);
-        }
+        // `None` before the last micro-batch of a step or epoch, then the mean over all items since the last step.
+        let Some(grads) = ddp.backward(&loss, &model)? else { continue };
+        model = optim.step(0.1, model, grads);
     }
     let loss = ddp.mean(sum / train.steps_per_epoch() as f64)?; // all batches have the same size here
     if ddp.is_main() {

@@ -13,7 +13,7 @@
 
 use anyhow::Context;
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
@@ -47,7 +47,7 @@ fn main() -> anyhow::Result<()> {
             let batch = batch?;
             let logits = model.forward(batch.images.flatten(1, 3));
             let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-3, model, grads);
             step += 1;
             if step % 50 == 0 {

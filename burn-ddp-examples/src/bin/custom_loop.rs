@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
@@ -36,8 +36,8 @@ fn main() -> anyhow::Result<()> {
             let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels); // mean over the batch
             sum += loss.clone().into_scalar::<f64>() * count;
             items += count;
-            let grads = loss.backward(); // averaged over all ranks when it returns, each item counting once
-            let grads = GradientsParams::from_grads(grads, &model);
+            // The averages over all ranks, each item counting once. `None` comes with accumulation only: no step yet.
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-3, model, grads); // the same step on every rank, so the weights stay the same
         }
         // Every rank must call this, not only the one that prints: it would wait for the others.

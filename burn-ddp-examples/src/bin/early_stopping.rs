@@ -10,7 +10,7 @@
 
 use burn::data::dataset::transform::PartialDataset;
 use burn::nn::{Linear, LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn_ddp::data::EvalLoader;
 use burn_ddp::prelude::*;
@@ -43,7 +43,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
         let number = epoch.number();
         for batch in epoch {
             let loss = loss(&model, batch?);
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-2, model, grads);
         }
         let loss = test_loss(ddp, &model, &test)?; // the same number on every rank

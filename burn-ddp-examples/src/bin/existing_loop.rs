@@ -11,7 +11,7 @@
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataset::Dataset;
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig; // +, without `GradientsParams`
 use burn_ddp::data::{DistributedSampler, ShardedDataset}; // +
 use burn_ddp::prelude::*; // +
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
@@ -39,7 +39,7 @@ fn main() -> anyhow::Result<()> {
             let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
             sum += loss.clone().into_scalar::<f64>();
             steps += 1.0;
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue }; // +, was `from_grads(loss.backward(), …)`
             model = optim.step(1e-3, model, grads);
         }
         let loss = ddp.mean(sum / steps)?; // +, was the loss of this process

@@ -9,6 +9,7 @@
 //! gradient of 2·(0² + 1²) = 2 on rank 0 and 2·(2² + 3²) = 26 on rank 1: 14 on average, 28 in total.
 #![forbid(unsafe_code)]
 
+use anyhow::Context;
 use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::prelude::*;
@@ -43,14 +44,13 @@ fn linear(w: f32, ddp: &Ddp) -> anyhow::Result<Linear> {
     Ok(model)
 }
 
-/// Gradient of the weight after this rank's backward.
+/// Gradient of the weight over all ranks.
 fn gradient(model: &Linear, ddp: &Ddp) -> anyhow::Result<f32> {
     let first = 2.0 * ddp.rank() as f32;
     let x = Tensor::<2>::from_floats([[first], [first + 1.0]], &ddp.device()?.autodiff());
     let loss = model.forward(x).powi_scalar(2).sum();
-    let grads = loss.backward();
-    let grad = model.weight.base().grad(&grads);
-    Ok(grad.ok_or_else(|| anyhow::anyhow!("the weight has no gradient"))?.into_scalar())
+    let grads = ddp.backward(&loss, model)?.context("each backward is a step")?;
+    Ok(grads.get::<2>(model.weight.id).context("the weight has no gradient")?.into_scalar())
 }
 
 fn weight(model: &Linear) -> f32 {

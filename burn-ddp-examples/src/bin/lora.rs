@@ -9,7 +9,7 @@
 
 use burn::module::Lora;
 use burn::nn::{Linear, LinearConfig, Relu, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
@@ -63,7 +63,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
             let batch = batch?;
             let loss = CrossEntropyLossConfig::new().init(&device).forward(model.forward(batch.images), batch.labels);
             sum += loss.clone().into_scalar::<f64>();
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-2, model, grads);
         }
         let loss = ddp.mean(sum / steps as f64)?;

@@ -13,7 +13,7 @@
 #![forbid(unsafe_code)]
 
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
@@ -57,7 +57,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
             let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
             sum += loss.clone().into_scalar::<f64>();
             steps += 1.0;
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-3, model, grads);
         }
         let loss = ddp.mean(sum / steps)?;

@@ -11,7 +11,7 @@
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataset::transform::PartialDataset;
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
@@ -37,10 +37,11 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
     let mut steps = 0;
     for batch in train.iter() {
         let batch = batch?;
-        ddp.set_batch_items(batch.labels.dims()[0] as f64)?; // each item counts the same, in whatever batch it is
+        let items = batch.labels.dims()[0] as f64;
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        // Each item counts the same, in whatever batch it is.
+        let Some(grads) = ddp.weighted(items).backward(&loss, &model)? else { continue };
         model = optim.step(1e-3, model, grads);
         steps += 1;
     }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::module::Module;
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::prelude::*;
 use burn_ddp::data::{EvalLoader, ShardedLoader};
 use burn_ddp::prelude::*;
@@ -107,9 +107,8 @@ impl<T: Task> Training<'_, T> {
             for (backward, batch) in epoch.take(left).enumerate() {
                 let (loss, items) = task.loss(&model, batch?, number);
                 losses.push(&loss, items);
-                let grads = ddp.backward(&loss, &model)?; // the last one of a step: the mean over all its items
-                if (backward + 1) % accumulate == 0 {
-                    let grads = GradientsParams::from_grads(grads, &model);
+                // In the last backward of a step: the mean over all its items.
+                if let Some(grads) = ddp.backward(&loss, &model)? {
                     model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
                     progress.step += 1;
                     if backward + 1 < left && saves.is_due(progress.step) {

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor};
 use burn_ddp::prelude::*;
 use clap::Args;
@@ -103,7 +103,7 @@ impl Loading {
             if step == WARM_UP {
                 began = Instant::now();
             }
-            let grads = GradientsParams::from_grads(ddp.backward(&model.forward(batch?).mean(), &model)?, &model);
+            let Some(grads) = ddp.backward(&model.forward(batch?).mean(), &model)? else { continue };
             model = optim.step(1e-3, model, grads);
         }
         Ok(began.elapsed() / self.steps as u32)

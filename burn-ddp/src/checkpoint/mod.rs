@@ -57,7 +57,7 @@ pub use writer::CheckpointWriter;
 ///
 /// ```
 /// use burn::nn::LinearConfig;
-/// use burn::optim::{AdamConfig, GradientsParams};
+/// use burn::optim::AdamConfig;
 /// use burn::prelude::*;
 /// use burn_ddp::prelude::*;
 ///
@@ -74,8 +74,8 @@ pub use writer::CheckpointWriter;
 ///         start = saved.step();
 ///     }
 ///     for step in start..start + 10 {
-///         let grads = model.forward(Tensor::<2>::ones([4, 2], &device)).mean().backward();
-///         let grads = GradientsParams::from_grads(grads, &model);
+///         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///         let Some(grads) = ddp.backward(&loss, &model)? else { continue };
 ///         model = optim.step(0.1, model, grads);
 ///         if (step + 1) % 5 == 0 {
 ///             checkpoints.save(step + 1, |c| {

@@ -169,7 +169,7 @@ impl Checkpoint {
                 let file = self.open(&held_gradients::file_of(&name))?;
                 held_gradients::load(group, &trained, held, file)?;
             }
-            None if held_nothing => trained.iter().for_each(|wrapped| wrapped.discard()),
+            None if held_nothing => trained.iter().for_each(|wrapped| wrapped.discard_for_load()),
             None => {}
         }
         Ok(model)

@@ -60,7 +60,7 @@ pub use sections::{CheckpointSettings, DataSettings, JobSettings};
 ///     let dataset = InMemDataset::new(vec![1.0; 32]);
 ///     let train = config.loader(&ddp, Rows)?.set_device(device).build(dataset)?;
 ///     for batch in train.iter() {
-///         model.forward(batch?).sum().backward();
+///         ddp.backward(&model.forward(batch?).sum(), &model)?;
 ///     }
 ///     assert_eq!(ddp.telemetry().stats().steps, 2); // of 2 micro-batches of 4 items on each of 2 ranks
 ///     Ok(())

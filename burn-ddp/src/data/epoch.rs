@@ -122,10 +122,11 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 /// all ranks with this cause; to continue instead, all ranks must agree to skip the step. After an error that concerns
 /// the whole job the epoch is over.
 ///
-/// Take a batch when it is used, and not ahead (`peekable`), since it weighs every backward until the next batch is
-/// taken or the epoch is over. Loops that read ahead call [`Ddp::set_batch_items`](crate::Ddp::set_batch_items). A
-/// batch whose epoch was dropped before its first backward keeps its weight until any loader hands out another batch. A
-/// rank that drops an epoch before its end announces it to the other ranks, which must drop it at the same step.
+/// A batch weighs each [`Ddp::backward`](crate::Ddp::backward) until the next batch is taken, so take it when it is
+/// used, and not ahead (`peekable`): after two batches the next backward is an error, since its weight is not known.
+/// [`Ddp::skip_batch`](crate::Ddp::skip_batch), on every rank, says that a batch gets no backward, and
+/// [`Ddp::weighted`](crate::Ddp::weighted) gives the weight in loops that read ahead. A rank that drops an epoch before
+/// its end announces it to the other ranks, which must drop it at the same step.
 ///
 /// # Example
 ///
@@ -306,7 +307,6 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();
-            self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.ordinal(), true);
             return None;
         }
         let asked = Instant::now();
@@ -336,6 +336,5 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.ordinal(), false);
     }
 }

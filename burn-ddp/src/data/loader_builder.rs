@@ -379,8 +379,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     ///     let mut gradients = Vec::new();
     ///     for texts in train.iter() {
     ///         let x = Tensor::<2>::full([texts?.tokens, 1], ddp.rank() as f64, &device);
-    ///         let grads = model.forward(x).mean().backward(); // a mean over this rank's tokens
-    ///         gradients.push(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>());
+    ///         let loss = model.forward(x).mean(); // over this rank's tokens
+    ///         let Some(grads) = ddp.backward(&loss, &model)? else { continue };
+    ///         gradients.push(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>());
     ///     }
     ///     Ok(gradients)
     /// })?;

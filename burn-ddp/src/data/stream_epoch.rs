@@ -193,11 +193,9 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         checked.map(|()| weight).map_err(|reason| DataError::Weight { what: self.name(step), reason })
     }
 
-    fn end(&mut self, ended: bool) {
+    fn end(&mut self) {
         self.over = true;
         self.batches.end();
-        let epoch = self.number.saturating_add(1);
-        self.loader.inner().ddp.state().batch_weight.end_epoch(self.track(), epoch, ended);
     }
 }
 
@@ -216,11 +214,11 @@ impl<I: Clone + Send + 'static, O: Send + 'static> Iterator for StreamEpoch<I, O
             Ok(Some(batch)) => Some(Ok(batch)),
             Ok(None) => {
                 self.loader.note_taken(self.number, self.begun, None);
-                self.end(true);
+                self.end();
                 None
             }
             Err(error) => {
-                self.end(false);
+                self.end();
                 Some(Err(error))
             }
         }
@@ -238,6 +236,6 @@ impl<I: Clone + Send + 'static, O: Send + 'static> Drop for StreamEpoch<I, O> {
             let name = format!("streaming loader {}", inner.id);
             announce_stop(&inner.ddp, self.track(), (begin, reached), self.taken.steps > 1, &name);
         }
-        self.end(false);
+        self.end();
     }
 }

@@ -34,8 +34,8 @@ use shared_state::SharedState;
 ///     let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(1, 1).with_bias(false).init(&device))?;
 ///     let x = Tensor::<2>::from_floats([[2.0 * ddp.rank() as f32]], &device); // 0 on rank 0, 2 on rank 1
-///     let grads = model.forward(x).sum().backward();
-///     Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+///     let grads = ddp.backward(&model.forward(x).sum(), &model)?.expect("a step");
+///     Ok(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>())
 /// })?;
 /// assert_eq!(gradients, [1.0, 1.0]);
 /// # Ok::<(), burn_ddp::Error>(())
@@ -280,51 +280,35 @@ impl Ddp {
         self.state.set_seed(device, seed);
     }
 
-    /// Sets the weight of the following backwards in the average: the number of items (or tokens) over which this
-    /// rank's loss is a mean. It holds until a loader of burn-ddp hands out its next batch or ends its epoch. Only
-    /// needed with other loaders, or with two of burn-ddp's in one step; see
-    /// [`weigh`](crate::data::LoaderBuilder::weigh) for tokens. It communicates nothing.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`](crate::Error::Invalid) if `items` is negative or not finite.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
-    /// # use burn_ddp::prelude::*;
-    /// let gradients = Ddp::spawn(2, |ddp| {
-    ///     # let device = ddp.device()?.autodiff();
-    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
-    ///     let items = [3, 1][ddp.rank()]; // rank 0 has 3 items, rank 1 has 1
-    ///     ddp.set_batch_items(items as f64)?;
-    ///     let x = Tensor::<2>::full([items, 1], ddp.rank() as f64, &device);
-    ///     let grads = model.forward(x).mean().backward();
-    ///     Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
-    /// })?;
-    /// assert_eq!(gradients, [0.25, 0.25]); // of four items one has x = 1
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn set_batch_items(&self, items: f64) -> Result<()> {
-        self.state.batch_weight.set(items)
-    }
-
-    /// Weight of the running or next backward: the number of items (or tokens) in this rank's part of the step, from
-    /// the training loader's last batch or [`Ddp::set_batch_items`]; 1 without either.
+    /// Weight of the training loader's last batch: its number of items (or tokens) on this rank; 1 without a loader.
     ///
     /// A mean loss times this number can be summed over steps and ranks.
     ///
     /// # Example
     ///
     /// ```
+    /// # use burn::prelude::*;
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::data::dataset::InMemDataset;
     /// # use burn_ddp::prelude::*;
+    /// # struct Stack;
+    /// # impl Batcher<f32, Tensor<1>> for Stack {
+    /// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<1> {
+    /// #         Tensor::from_floats(&items[..], device)
+    /// #     }
+    /// # }
     /// let means = Ddp::spawn(2, |ddp| {
-    ///     let (loss, items) = [(1.0, 3.0), (5.0, 1.0)][ddp.rank()]; // the mean over this rank's items
-    ///     ddp.set_batch_items(items)?; // as a loader does
-    ///     Ok(ddp.sum(loss * ddp.batch_items())? / ddp.sum(ddp.batch_items())?)
+    ///     let items = InMemDataset::new(vec![1.0, 2.0, 3.0]); // two on rank 0, one on rank 1
+    ///     let train = ddp.loader(Stack).batch_size(2).build(items)?;
+    ///     let mut mean = 0.0;
+    ///     for batch in train.iter() {
+    ///         let loss = batch?.mean().into_scalar::<f32>() as f64; // the mean over this rank's items
+    ///         mean = ddp.sum(loss * ddp.batch_items())? / ddp.sum(ddp.batch_items())?;
+    ///         ddp.skip_batch()?; // only looked at
+    ///     }
+    ///     Ok(mean)
     /// })?;
-    /// assert_eq!(means, [2.0, 2.0]); // over all four items
+    /// assert_eq!(means, [2.0, 2.0]); // over all three items
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[must_use]
@@ -342,7 +326,7 @@ impl Ddp {
     /// Ddp::spawn(2, |ddp| {
     ///     # let device = ddp.device()?.autodiff();
     ///     # let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
-    ///     model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+    ///     ddp.backward(&model.forward(Tensor::<2>::ones([1, 4], &device)).sum(), &model)?;
     ///     let step = ddp.telemetry().last_step();
     ///     println!("{:?} of {:?} waiting for averages", step.wait, step.time());
     ///     assert!(step.steps == 1 && ddp.telemetry().straggler().is_none());

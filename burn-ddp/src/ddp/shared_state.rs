@@ -1,7 +1,7 @@
 //! State that all clones of a handle share: its group, its counters, and the checkpoints that are being written. All
 //! handles of a rank, also those of different groups, share the seed and the weights of batches.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Device;
@@ -20,8 +20,8 @@ pub(crate) struct SharedState {
     pub(crate) group: Arc<ProcessGroup>,
     /// True if `Ddp::split` made the handle.
     is_part: bool,
-    /// Weight of the next backward: written by loaders and the user, taken by the first gradient of a backward. Shared
-    /// by all handles of this rank.
+    /// Weight of the next backward: written by loaders, taken by calls that run a backward. Shared by all handles of
+    /// this rank.
     pub(crate) batch_weight: Arc<BatchWeight>,
     /// Counters of steps: written by loaders and by the reducers of wrapped models.
     pub(crate) meter: Meter,
@@ -31,6 +31,8 @@ pub(crate) struct SharedState {
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     /// Number of loaders built so far.
     loaders: AtomicU32,
+    /// Number of batches that the program skipped, the same on every rank.
+    skips: AtomicU64,
     /// State of the rank (seed, device, checkpoint directories), shared by the handles of all its parts of the job.
     of_rank: Arc<RankState>,
     /// Group of the metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
@@ -84,6 +86,7 @@ impl SharedState {
             host_engine,
             graph_group: Mutex::new(None),
             loaders: AtomicU32::new(0),
+            skips: AtomicU64::new(0),
             of_rank,
             #[cfg(feature = "train")]
             metric_group: std::sync::OnceLock::new(),
@@ -137,23 +140,28 @@ impl SharedState {
         self.metric_group.get().ok_or_else(missing)
     }
 
-    /// Begins a backward of a wrapped model: returns the weight of its batch. An error if a peer left its epoch before
-    /// this backward.
-    pub(crate) fn begin_backward(&self) -> Result<Batch> {
-        if self.batch_weight.shows_reading_ahead() && self.world.rank() == 0 {
-            tracing::warn!(
-                target: "burn_ddp::data",
-                "batches are read ahead of their backwards (`peekable`, a thread of the program's own), so each \
-                backward is weighted by the items of the batch after its own, and the last backward of the epoch by 1. \
-                Take a batch when it is used (`num_workers` loads ahead), or call `ddp.set_batch_items` before each \
-                backward"
-            );
-        }
-        let batch = self.batch_weight.take()?;
+    /// Begins a call that runs a backward, with the weight that the program gave it or without: returns its batch. An
+    /// error if a peer left its epoch before this call.
+    pub(crate) fn begin_backward(&self, items: Option<f64>) -> Result<Batch> {
+        let batch = self.batch_weight.take(items)?;
         if let Some(step) = batch.step.filter(|_| batch.first) {
             self.world.advance(step.track.backwards(), step.at)?;
         }
         Ok(batch)
+    }
+
+    /// Number of batches that the program skipped.
+    pub(crate) fn skips(&self) -> u64 {
+        self.skips.load(Ordering::Relaxed)
+    }
+
+    /// Records that the last batch of the training loader gets no backward.
+    pub(crate) fn skip_batch(&self) -> Result<()> {
+        self.skips.fetch_add(1, Ordering::Relaxed);
+        match self.batch_weight.skip() {
+            Some(step) => Ok(self.world.advance(step.track.backwards(), step.at)?),
+            None => Ok(()),
+        }
     }
 
     /// The CUDA device on which NCCL reduces gradients; `None` until it does.

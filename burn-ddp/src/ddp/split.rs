@@ -42,8 +42,8 @@ impl Ddp {
     ///     let device = ddp.device()?.autodiff();
     ///     let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
     ///     let x = Tensor::<2>::from_floats([[job.rank() as f32]], &device);
-    ///     let grads = model.forward(x).sum().backward(); // averaged over two ranks
-    ///     Ok(Some(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>()))
+    ///     let grads = ddp.backward(&model.forward(x).sum(), &model)?.expect("a step"); // over two ranks
+    ///     Ok(Some(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>()))
     /// })?;
     /// assert_eq!(gradients, [Some(0.5), Some(0.5), Some(2.5), Some(2.5), None]);
     /// # Ok::<(), burn_ddp::Error>(())

@@ -61,7 +61,8 @@ impl Ddp {
 /// collective. Differentiable collectives have a group of their own, so their order relative to other collectives is
 /// free. The first one makes the group, at the cost of [`World::group`](crate::comm::World::group).
 ///
-/// A failure in a backward is a panic with the full report, or the error of [`Ddp::backward`].
+/// A failure in a backward is the error of [`Ddp::backward`]; for a model that is not wrapped, `loss.backward()` panics
+/// with the full report.
 #[derive(Clone, Copy, Debug)]
 pub struct Differentiable<'a> {
     ddp: &'a Ddp,

@@ -150,19 +150,22 @@ fn what_cannot_be_differentiated_is_refused() {
     .unwrap();
 }
 
-/// Rank 1 leaves before its backward: rank 0 says so, by a panic or as an error.
+/// Rank 1 leaves before its backward: rank 0 says so, as an error, or by a panic if the model is not wrapped.
 #[test]
 fn a_peer_that_runs_no_backward_is_named() {
     use burn::nn::LinearConfig;
-    for captured in [false, true] {
+    for wrapped in [false, true] {
         let e = Ddp::spawn(2, |ddp| {
             let device = ddp.device()?.autodiff();
-            let model = ddp.wrap(LinearConfig::new(2, 2).init(&device))?;
+            let mut model = LinearConfig::new(2, 2).init(&device);
+            if wrapped {
+                model = ddp.wrap(model)?;
+            }
             let y = ddp.differentiable().all_gather(model.forward(Tensor::<2>::ones([1, 2], &device)))?;
             if ddp.rank() == 1 {
                 return Ok(String::new());
             }
-            if captured {
+            if wrapped {
                 return Ok(ddp.backward(&y.sum(), &model).map(drop).unwrap_err().to_string());
             }
             let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| y.sum().backward())).map(drop);

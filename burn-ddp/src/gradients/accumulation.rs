@@ -8,7 +8,7 @@ use half::{bf16, f16};
 #[serde(rename_all = "snake_case")]
 pub enum GradientReduction {
     /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
-    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
+    /// [`Ddp::weighted`](crate::Ddp::weighted) and is 1 without either.
     #[default]
     Mean,
     /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0
@@ -78,8 +78,8 @@ impl MicroBatches {
         MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
     }
 
-    /// Starts a micro-batch of `weight` items. Returns true if it ends a step of fewer micro-batches than others.
-    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) -> bool {
+    /// Starts a micro-batch of `weight` items.
+    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) {
         self.count += 1;
         self.weight = weight;
         self.items += weight;
@@ -88,7 +88,6 @@ impl MicroBatches {
             Boundary::Now => true,
             Boundary::Later => false,
         };
-        self.reducing && self.count < self.per_step
     }
 
     pub(super) fn clear(&mut self) {

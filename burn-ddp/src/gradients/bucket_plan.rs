@@ -13,8 +13,6 @@ pub(crate) struct Slot {
     pub dtype: DType,
     /// True if it required a gradient when the model was wrapped.
     pub trainable: bool,
-    /// The first slot of a clone of the same parameter, as of `wrap`: this slot itself if it is the first or only one.
-    pub first_clone: usize,
     /// True if each rank holds a part of the parameter: its gradient is in no bucket.
     pub sharded: bool,
 }
@@ -196,7 +194,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn slot(path: &str, n: usize, dtype: DType, trainable: bool) -> Slot {
-        Slot { path: path.into(), dims: vec![n], dtype, trainable, first_clone: 0, sharded: false }
+        Slot { path: path.into(), dims: vec![n], dtype, trainable, sharded: false }
     }
 
     const CAPS: Caps = Caps { first_bytes: 40, bytes: 100 };

@@ -96,7 +96,6 @@ mod tests {
             dims: vec![10 + nth],
             dtype: DType::F32,
             trainable,
-            first_clone: nth,
             sharded: false,
         };
         let slots: Vec<_> = (0..6).map(|nth| slot(nth, nth > 0)).collect();

@@ -57,8 +57,10 @@ pub(crate) struct Reducer<T> {
     order_agreed: bool,
     /// The agreed order, from the end of the first reduction to that of its step.
     order: Option<Vec<usize>>,
-    /// Number of times the user discarded held gradients; the same on all ranks, or reductions fail.
+    /// Number of times that gradients of a step were dropped; the same on all ranks, or reductions fail.
     discards: u64,
+    /// Number of batches that the program skipped; the same on all ranks, or reductions fail.
+    skips: u64,
     /// Error that all further steps return; set when a step ends half-way with buckets at the worker or gradients lost.
     broken: Option<Error>,
 }
@@ -110,6 +112,7 @@ impl<T> Reducer<T> {
             order_agreed: false,
             order: None,
             discards: 0,
+            skips: 0,
             broken: None,
         };
         reducer.allocate()?;
@@ -121,16 +124,22 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward of `weight` items. Returns true if it ends a step of fewer micro-batches than others.
+    /// Starts a backward of `weight` items, before which the program has skipped so many batches.
     ///
     /// # Errors
     ///
     /// If an earlier step ended half-way.
-    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary) -> Result<bool> {
+    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary, skips: u64) -> Result<()> {
         self.refuse_broken()?;
-        let short = self.batches.begin(weight, boundary);
+        self.skips = skips;
+        self.batches.begin(weight, boundary);
         self.start();
-        Ok(short)
+        Ok(())
+    }
+
+    /// Notes that the time of the backward counts from now on, since its first gradient has come or none will.
+    pub(crate) fn begin_time(&mut self) {
+        self.meter.begin();
     }
 
     /// Takes the final gradient of `slot` in this backward, and submits every bucket that is complete now.
@@ -257,6 +266,7 @@ impl<T> Reducer<T> {
         self.refuse_broken()?;
         self.batches.reducing = true;
         self.start();
+        self.meter.begin();
         self.shadowing = true;
         let submitted = self.submit_rest(piggyback);
         self.shadowing = false;
@@ -275,7 +285,8 @@ impl<T> Reducer<T> {
         Ok(given)
     }
 
-    /// Drops gradients of micro-batches that were not reduced yet, as all ranks do.
+    /// Drops gradients of micro-batches that were not reduced yet, as all ranks do: if some do not, the next reduction
+    /// is an error.
     pub(crate) fn discard_held(&mut self) {
         self.discards += 1;
         self.discard();
@@ -298,27 +309,18 @@ impl<T> Reducer<T> {
         self.forget_arrivals();
     }
 
+    /// Gives up the running backward, and the micro-batches before it. A rank that gives up alone may make the backward
+    /// again; if it counted towards a step of several, its next reduction is an error.
+    pub(crate) fn abandon(&mut self) {
+        match self.settings.accumulation > 1 || self.batches.count() > 1 {
+            true => self.discard_held(),
+            false => self.discard(),
+        }
+    }
+
     /// True if gradients of micro-batches are waiting for their reduction.
     pub(crate) fn holds_gradients(&self) -> bool {
         self.batches.count() > 0
-    }
-
-    /// Gives up a backward that will not end.
-    ///
-    /// # Errors
-    ///
-    /// If peers already work on its buckets, or count its micro-batch.
-    pub(crate) fn abandon(&mut self) -> Result<()> {
-        let counted = self.settings.accumulation > 1 || self.batches.count() > 1;
-        self.discard();
-        if counted && self.broken.is_none() {
-            self.broken = Some(self.fault(
-                "an earlier backward ended half-way (a panic?), and the gradients held for accumulation are lost; the \
-                ranks cannot get back in step: restart the job"
-                    .into(),
-            ));
-        }
-        self.refuse_broken()
     }
 
     /// Ends the communication thread: no further step comes.
@@ -335,7 +337,6 @@ impl<T> Reducer<T> {
     fn start(&mut self) {
         self.store.release();
         self.forget_arrivals();
-        self.meter.begin();
     }
 
     /// The gradient of `slot` is in the store: submits every bucket that is complete now.
@@ -389,8 +390,9 @@ impl<T> Reducer<T> {
         };
         self.meter.launched(bucket.slots.len(), bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
         let weight = self.batches.weight_of_mean();
-        // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
-        let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
+        // 16 bits of drops and skips, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
+        let tag =
+            (self.discards.wrapping_add(self.skips) & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
         self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, loan, weight, tag })?;
         self.next = index + 1;
         Ok(())

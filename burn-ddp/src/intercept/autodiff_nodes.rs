@@ -1,21 +1,21 @@
-//! The backend extension: two autodiff nodes per read of a parameter, a gate and a hook. `README.md` has the protocol.
+//! The backend extension: one autodiff node per read of a parameter, the hook. `README.md` has the protocol.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
 
+use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 
+use super::hook::hook;
 use super::hook_depth::untracked;
 use super::model_state::ModelOpening;
 use super::parameter_read::Read;
 use super::shard::{Regather, evaluated, gathered};
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::wrapped_model::TapHandle;
 use crate::backends::extend_backends;
 use crate::gradients::GradientMemory;
 
@@ -52,9 +52,8 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns the leaf under which averages of a parameter that this rank did not use wait for an optimizer, or `x` if
-    /// there is none.
-    fn stand_in(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+    /// Returns the average of the parameter that the last backward has left, once, or `x` if there is none.
+    fn average(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x
     }
@@ -66,16 +65,15 @@ extend_backends!(DdpBackend {
     }
 });
 
-/// State of a hook: the read that it belongs to, the parameter's leaf, whether clones of it may be on other leaves,
-/// and, if it is to be compared, its value.
+/// State of a hook: the read that it belongs to and, if it is to be compared, the value that was read.
 #[derive(Clone, Debug)]
-struct HookState<B: Backend> {
-    read: Read,
-    leaf: NodeId,
-    apart: bool,
+pub(super) struct HookState<B: Backend> {
+    pub(super) read: Read,
+    /// See [`TapHandle::first`].
+    pub(super) first: bool,
     /// See [`TapHandle::mixed`].
-    mixed: bool,
-    value: Option<FloatTensor<B>>,
+    pub(super) mixed: bool,
+    pub(super) value: Option<FloatTensor<B>>,
 }
 
 #[derive(Debug)]
@@ -85,28 +83,10 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
     type State = HookState<B>;
 
     fn backward(self, ops: Ops<HookState<B>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        // None flows on to the leaf.
         let gradient = grads.consume::<B>(&ops.node);
-        // The layers that used the read have run and are gone: another owner of the node is the tensor that the read
-        // returned.
-        let is_kept = Arc::strong_count(&ops.node) > 1;
-        let HookState { read, leaf, apart, mixed, value } = ops.state;
-        read.model.lookups.trained(read.slot, leaf);
-        if is_kept {
-            read.model.lookups.kept(read.slot, leaf);
-        }
-        read.model.clone().hook::<B>(read, (leaf, apart, mixed), value, gradient, grads);
-    }
-}
-
-#[derive(Debug)]
-struct Gate;
-
-impl<B: GradientMemory> Backward<B, 1> for Gate {
-    type State = Arc<WrappedModel>;
-
-    fn backward(self, ops: Ops<Arc<WrappedModel>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let parent_is_leaf = ops.parents[0].as_ref().is_none_or(|p| p.order == 0);
-        ops.state.gate::<B>(parent_is_leaf, grads);
+        let leaf = ops.parents[0].as_ref().filter(|parent| parent.order == 0).map(|leaf| leaf.id);
+        hook(ops.state, leaf, gradient, grads);
     }
 }
 
@@ -117,54 +97,41 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        let TapHandle { model, slot, apart, value_id, mixed } = tap;
+        let (model, slot) = (&tap.model, tap.slot);
+        let sharded = model.is_sharded(slot);
         if !x.is_tracked() {
-            if model.is_sharded(slot) {
-                let (part, trainable) = (x.primitive().clone(), model.is_trainable(slot));
-                let tap = TapHandle { model, slot, apart, value_id, mixed };
+            if sharded {
+                let part = x.primitive().clone();
                 // A frozen layer over trained ones keeps the whole until its backward, as Burn recomputes only tracked
                 // nodes.
-                let whole = if trainable { evaluated::<B>(part, &tap) } else { gathered::<B>(&tap, part).0 };
+                let whole =
+                    if model.is_trainable(slot) { evaluated::<B>(part, &tap) } else { gathered::<B>(&tap, part).0 };
                 return untracked::<B>(whole);
             }
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {
-                model.note_value::<B>(slot, &x);
+                model.note_value::<B>(&tap, &x);
             }
             return x;
         }
-        let leaf = x.id();
-        let value = (model.compares() && !model.is_sharded(slot)).then(|| x.primitive().clone());
-        let before = model.lookups.before_read();
+        let value = (model.compares() && !sharded).then(|| x.primitive().clone());
         let rung = model.rung::<B, C>(slot, &x);
-        let (primitive, guard) = x.into_parts();
-        let gate = match Backward::<B, 1>::prepare::<C>(Gate, [guard]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(model.clone(), primitive),
-            OpsKind::UnTracked(prep) => return prep.finish(primitive),
-        };
-        let read = || HookState { read: Read::new(model.clone(), slot), leaf, apart, mixed, value };
-        let read = match model.is_sharded(slot) {
-            true => {
-                let tap = TapHandle { model: model.clone(), slot, apart, value_id, mixed };
-                let (whole, number) = gathered::<B>(&tap, gate.primitive().clone());
-                let again = Regather::<B> { tap, read: number, part: gate.id(), backend: PhantomData };
-                // This strategy, whatever that of the device is, so that nothing keeps the whole until backward.
-                let prep = Backward::<B, 2>::prepare::<BalancedCheckpointing>(Hook, [gate.node(), rung]);
-                match prep.memory_bound().retro_forward(again).parents([&gate]).stateful() {
-                    OpsKind::Tracked(prep) => prep.finish(read(), whole),
-                    OpsKind::UnTracked(prep) => return prep.finish(whole),
-                }
-            }
-            false => {
-                let (primitive, gate) = gate.into_parts();
-                match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
-                    OpsKind::Tracked(prep) => prep.finish(read(), primitive),
-                    OpsKind::UnTracked(prep) => return prep.finish(primitive),
-                }
-            }
-        };
-        model.lookups.read(slot, leaf, before, read.id());
-        read
+        let state = HookState { read: Read::new(model.clone(), slot), first: tap.first, mixed: tap.mixed, value };
+        if sharded {
+            let (whole, number) = gathered::<B>(&tap, x.primitive().clone());
+            let again = Regather::<B> { tap, read: number, part: x.id(), backend: PhantomData };
+            // This strategy, whatever that of the device is, so that nothing keeps the whole until backward.
+            let prep = Backward::<B, 2>::prepare::<BalancedCheckpointing>(Hook, [x.node(), rung]);
+            return match prep.memory_bound().retro_forward(again).parents([&x]).stateful() {
+                OpsKind::Tracked(prep) => prep.finish(state, whole),
+                OpsKind::UnTracked(prep) => prep.finish(whole),
+            };
+        }
+        let (primitive, leaf) = x.into_parts();
+        match Backward::<B, 2>::prepare::<C>(Hook, [leaf, rung]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(state, primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
     }
 
     fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
@@ -172,11 +139,14 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.model.note_value::<B>(tap.slot, &x);
+        tap.model.note_value::<B>(&tap, &x);
         x
     }
 
-    fn stand_in(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.model.stand_in::<B>(tap.stand_in_key()).unwrap_or(x)
+    fn average(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        match tap.model.take_average::<B>(tap.slot) {
+            Some(average) => untracked::<B>(average),
+            None => x,
+        }
     }
 }

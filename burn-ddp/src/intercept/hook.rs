@@ -6,71 +6,97 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
-use super::backward_failure::fail;
+use super::autodiff_nodes::HookState;
 use super::model_state::State;
-use super::parameter_read::Read;
+use super::scope::{Role, fail, has_failed, role_of};
 use super::wrapped_model::WrappedModel;
 use crate::Result;
-use crate::gradients::GradientMemory;
+use crate::gradients::{Contribution, GradientMemory};
+
+/// Takes the gradient of the read with this `state`; `leaf` is the leaf of its parameter, if that is one.
+///
+/// # Panics
+///
+/// If no call of the door is open on this thread.
+pub(super) fn hook<B: GradientMemory>(
+    state: HookState<B>,
+    leaf: Option<NodeId>,
+    gradient: FloatTensor<B>,
+    grads: &mut Gradients,
+) {
+    let model = state.read.model.clone();
+    let counts_backwards = match role_of(&model) {
+        Role::Trains { counts_backwards } => counts_backwards,
+        Role::Ignored => return,
+        Role::NoCall => panic!(
+            "`loss.backward()` reached a wrapped model: call `ddp.backward(&loss, &model)?`, or put the code that \
+            calls it into `ddp.scope(&model, || ..)?`, on the thread that runs it. Gradients of this rank alone come \
+            from `model.clone().no_grad()`, `model.valid()` or `ddp.unwrap(model.clone())?`"
+        ),
+    };
+    if has_failed() {
+        return;
+    }
+    let mut guard = model.lock();
+    let taken = match guard.of::<B>() {
+        Some(open) => model.take(open, state, leaf, gradient, counts_backwards.then_some(grads)),
+        None => Err(model.fault("the model changed its backend: wrap it again".into())),
+    };
+    drop(guard);
+    if let Err(error) = taken {
+        fail(&model.ddp, error);
+    }
+}
 
 impl WrappedModel {
-    /// Takes the gradient of one read, which had this `value` if it is to be compared. `apart` is true if clones of its
-    /// parameter may be on leaves of their own.
-    pub(super) fn hook<B: GradientMemory>(
-        self: Arc<Self>,
-        read: Read,
-        (leaf, apart, mixed): (NodeId, bool, bool),
-        value: Option<FloatTensor<B>>,
-        gradient: FloatTensor<B>,
-        grads: &mut Gradients,
-    ) {
-        let mut guard = self.lock();
-        let Some(state) = guard.of::<B>() else {
-            drop(guard);
-            return fail(&self.ddp, self.fault("the model changed its backend: wrap it again".into()));
-        };
-        self.enter::<B>(state, grads);
-        state.fired += 1;
-        state.slots[read.slot].apart = apart;
-        if value.is_some() {
-            state.compared[read.slot] = value;
-        }
-        if state.error.is_none() {
-            let taken = self.take(state, &read, (leaf, mixed), gradient);
-            self.note_outcome(state, taken);
-        }
-        drop(read);
-    }
-
     /// Adds the gradient of a read to those of earlier reads of its slot. The last one's sum goes to the reducer.
     fn take<B: GradientMemory>(
-        &self,
+        self: &Arc<Self>,
         state: &mut State<B>,
-        read: &Read,
-        (leaf, mixed): (NodeId, bool),
+        HookState { read, first, mixed, value }: HookState<B>,
+        leaf: Option<NodeId>,
         gradient: FloatTensor<B>,
+        counted: Option<&mut Gradients>,
     ) -> Result<()> {
-        let slot = &mut state.slots[read.slot];
-        if slot.leaf.is_some_and(|known| known != leaf) || slot.done {
-            let path = &self.slots[read.slot].path;
+        if !std::mem::replace(&mut state.reached, true) {
+            state.reducer.begin_time();
+        }
+        if let Some(grads) = counted {
+            self.refuse_second_backward(state, grads)?;
+        }
+        let number = read.slot;
+        if first && value.is_some() {
+            state.compared[number] = value;
+        }
+        let Some(leaf) = leaf else {
+            return Err(self.fault(
+                "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not `to_device`"
+                    .into(),
+            ));
+        };
+        let slot = &mut state.slots[number];
+        if first && slot.leaf.is_some_and(|known| known != leaf) || slot.done {
+            let path = &self.slots[number].path;
             return Err(self.fault(format!(
                 "two copies of the wrapped model met in one backward, or {path} was read while backward ran: wrap the \
                 copy itself (a target network, an EMA) or detach it"
             )));
         }
-        if self.is_divided(read.slot) {
-            self.refuse_mixed_elements(read.slot, leaf, mixed)?;
+        if self.is_divided(number) {
+            self.refuse_mixed_elements(number, leaf, mixed)?;
         }
-        slot.leaf = Some(leaf);
+        if first {
+            slot.leaf = Some(leaf);
+        }
         let sum = match slot.partial.take() {
             Some(earlier) => B::float_add(gradient, earlier),
             None => gradient,
         };
-        let (number, micro_batch) = (read.slot, state.reducer.micro_batch());
+        let micro_batch = state.reducer.micro_batch();
         let is_last = match self.shards().filter(|_| self.is_sharded(number) && micro_batch.reducing) {
             None => read.is_last(),
             Some(shards) => {
-                state.sharded.agree(shards, &self.outstanding, micro_batch)?;
+                state.sharded.agree(shards, &self.outstanding(), micro_batch)?;
                 state.sharded.is_last_hook(number)
             }
         };
@@ -81,6 +107,22 @@ impl WrappedModel {
         self.put(state, number, sum)
     }
 
+    /// Refuses a second backward in one call: its `grads` do not carry the mark of the first.
+    fn refuse_second_backward<B: GradientMemory>(&self, state: &mut State<B>, grads: &mut Gradients) -> Result<()> {
+        if !std::mem::replace(&mut state.marked, true) {
+            grads.register::<B>(state.mark.id(), state.mark.primitive().clone());
+            return Ok(());
+        }
+        match grads.get::<B>(&state.mark) {
+            Some(_) => Ok(()),
+            None => Err(self.fault(
+                "two backwards in one `ddp.scope` reached the wrapped model: add the losses up, or give each its own \
+                scope"
+                    .into(),
+            )),
+        }
+    }
+
     /// Gives the final gradient of a slot to the reducer, or reduces it to this rank's part.
     pub(super) fn put<B: GradientMemory>(
         &self,
@@ -89,16 +131,14 @@ impl WrappedModel {
         gradient: FloatTensor<B>,
     ) -> Result<()> {
         state.slots[slot].done = true;
-        if self.compares() && self.ddp.state().batch_weight.items() > 0.0 {
+        let micro_batch = state.reducer.micro_batch();
+        if self.compares() && micro_batch.contribution != Contribution::Ignored {
             let read = state.same_gradients.add::<B>(slot, &gradient);
             read.map_err(|e| self.fault(format!("reading the gradient of {}: {e}", self.slots[slot].path)))?;
         }
         match self.shards().filter(|_| self.is_sharded(slot)) {
             None => state.reducer.put(slot, gradient),
-            Some(shards) => {
-                let micro_batch = state.reducer.micro_batch();
-                state.sharded.put(shards, slot, gradient, micro_batch)
-            }
+            Some(shards) => state.sharded.put(shards, slot, gradient, micro_batch),
         }
     }
 }

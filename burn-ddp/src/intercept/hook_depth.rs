@@ -82,11 +82,6 @@ pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: AutodiffTenso
     }
 }
 
-/// A leaf that requires a gradient, as `require_grad` makes it.
-pub(super) fn new_leaf<B: Backend>(value: FloatTensor<B>) -> AutodiffTensor<B> {
-    untracked::<B>(value).require_grad()
-}
-
 /// A tensor of the autodiff backend outside any graph.
 pub(crate) fn untracked<B: Backend>(value: FloatTensor<B>) -> AutodiffTensor<B> {
     <Autodiff<B> as AutodiffBackend>::from_inner(value)

@@ -109,7 +109,7 @@ mod tests {
     use crate::telemetry::test_event_capture::Listener;
 
     fn slot(len: usize, trainable: bool) -> Slot {
-        Slot { path: "a".into(), dims: vec![len], dtype: DType::F32, trainable, first_clone: 0, sharded: false }
+        Slot { path: "a".into(), dims: vec![len], dtype: DType::F32, trainable, sharded: false }
     }
 
     #[test]
@@ -153,8 +153,8 @@ mod tests {
             let model: Linear = ddp.wrap_with(LinearConfig::new(1, 2).init(&device), config)?;
             for step in 0..6 {
                 let item = data(ddp.rank(), step);
-                ddp.set_batch_items(if item == 0.0 { 0.0 } else { 1.0 })?;
-                model.forward(input(item, &device)).powi_scalar(2).sum().backward();
+                let loss = model.forward(input(item, &device)).powi_scalar(2).sum();
+                ddp.weighted(if item == 0.0 { 0.0 } else { 1.0 }).backward(&loss, &model)?;
             }
             Ok(())
         })
@@ -193,7 +193,7 @@ mod tests {
             let model: Linear = ddp.wrap(LinearConfig::new(COMPARED_BYTES / 4, 1).init(&device))?;
             for step in 0..4 {
                 let x = Tensor::<2>::full([1, COMPARED_BYTES / 4], (2 * step + ddp.rank()) as f32, &device);
-                model.forward(x).mean().backward();
+                ddp.backward(&model.forward(x).mean(), &model)?;
             }
             Ok(())
         });
@@ -207,7 +207,7 @@ mod tests {
             let model: Linear = ddp.wrap(LinearConfig::new(1, 2).init(&device))?;
             for step in 0..6 {
                 let item = input(1.0 + (2 * step + if same { 0 } else { ddp.rank() }) as f64, &device);
-                model.forward(item.clone()).sum().backward();
+                ddp.backward(&model.forward(item.clone()).sum(), &model)?;
                 // Burn may keep this graph until the next backward.
                 drop(model.weight.val().powi_scalar(2).sum());
                 if same {

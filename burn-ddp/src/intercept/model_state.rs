@@ -9,24 +9,47 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
-use super::absent_gradients::AbsentGradients;
 use super::hook_depth::{AutodiffTensor, Ladder, scalar, untracked};
 use super::identical_data_check::SameGradients;
 use super::shadow_collectives;
 use super::shard::ShardedGradients;
 use super::synced_statistics::SyncedStatistics;
-use super::unused_parameter_averages::{StandIns, WaitingAverages};
 use super::wrapped_model::WrappedModel;
+use crate::Result;
+use crate::batch_weight::Batch;
 use crate::gradients::{GradientMemory, HeldBatches, Reducer, ReducerSettings, Slot, Sum, open_store};
 use crate::model::parameter_movement::Movements;
 use crate::model::running_stats::BufferPolicy;
 use crate::telemetry::step_meter::Meter;
-use crate::{Error, Result};
 
 /// State of a wrapped model for callers that do not know its backend.
 pub(super) trait ModelState: Any + Send {
     /// Number of reductions so far.
     fn steps(&self) -> u64;
+
+    /// True if a call is open.
+    fn is_open(&self) -> bool;
+
+    /// True if the backward of the open call has reached the model.
+    fn is_reached(&self) -> bool;
+
+    /// See [`State::begin_step`].
+    fn begin(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool>;
+
+    /// See [`State::submit_rest`].
+    fn submit(&mut self, model: &WrappedModel) -> Result<()>;
+
+    /// See [`State::finish_step`].
+    fn finish(&mut self, model: &WrappedModel) -> Result<bool>;
+
+    /// See [`State::abandon_step`].
+    fn abandon(&mut self);
+
+    /// True if the last backward has left an average for a slot.
+    fn has_average(&self, slot: usize) -> bool;
+
+    /// Drops the averages that the last backward has left.
+    fn forget_averages(&mut self);
 
     /// True if gradients of micro-batches are waiting for their reduction.
     fn holds_gradients(&self) -> bool;
@@ -46,17 +69,14 @@ pub(super) trait ModelState: Any + Send {
     /// Adds to the sum of a slot, whose parameter is `sharded` or not.
     fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum);
 
+    /// Notes that the values of the model are replaced.
+    fn note_replaced(&mut self);
+
     /// Ends the communication thread.
     fn retire(&mut self);
 
     /// See [`WrappedModel::shadow`].
     fn shadow(&mut self, model: &WrappedModel) -> Result<bool>;
-
-    /// Digests of the averages that the last backward put on leaves.
-    fn delivered(&self) -> &Delivered;
-
-    /// Averages that wait on stand-in leaves.
-    fn waiting(&mut self) -> &mut WaitingAverages;
 
     /// Movements of the parameters, unless they are compared bit by bit.
     fn movements(&mut self) -> Option<&mut Movements>;
@@ -78,22 +98,20 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) reducer: Reducer<FloatTensor<B>>,
     /// Micro-batches per reduction.
     pub(super) accumulation: usize,
-    /// A tensor that is registered in the `Gradients` of the running backward, to recognise them.
-    pub(super) sentinel: AutodiffTensor<B>,
+    pub(super) device: B::Device,
     pub(super) ladder: Ladder<B>,
-    /// True if a backward has begun and not ended.
-    pub(super) running: bool,
-    /// Number of hooks that have run in the running backward.
-    pub(super) fired: usize,
-    /// Number of gates that have run in the running backward.
-    pub(super) gated: usize,
-    /// True if all buckets of the running backward are submitted.
-    pub(super) submitted: bool,
+    /// True if a call has begun and not ended.
+    pub(super) open: bool,
+    /// True if the backward of the open call has reached the model.
+    pub(super) reached: bool,
+    /// A tensor that the first hook of a `scope` registers in its `Gradients`, so that a second backward shows.
+    pub(super) mark: AutodiffTensor<B>,
+    /// True if the mark was registered in the open call.
+    pub(super) marked: bool,
     pub(super) slots: Vec<SlotState<B>>,
     pub(super) sharded: ShardedGradients<B>,
-    /// Each slot's parameter as it was last read, kept until the backward ends. The tap keeps this rank's gradient off
-    /// such a leaf: one that is there before the averages are delivered came around the tap, which is an error.
-    pub(super) values: Vec<Option<AutodiffTensor<B>>>,
+    /// Averages that the last backward has left, by slot.
+    pub(super) averages: Vec<Option<FloatTensor<B>>>,
     /// Values that the replica check compares, kept until the backward ends. For a parameter that gets a gradient it is
     /// the value that the gradient belongs to, since a lagging copy of the model may be read, too; for others it is a
     /// value that was noted.
@@ -103,14 +121,7 @@ pub(super) struct State<B: GradientMemory> {
     /// True if the user was warned of ranks that differ by rounding.
     pub(super) warned_rounding: bool,
     pub(super) same_gradients: SameGradients,
-    pub(super) stand_ins: StandIns<B>,
     pub(super) statistics: Option<SyncedStatistics>,
-    pub(super) delivered: Delivered,
-    pub(super) absent: AbsentGradients,
-    /// True if the user was warned of a step that may have missed an average.
-    pub(super) warned_missed: bool,
-    /// First error of the running backward.
-    pub(super) error: Option<Error>,
     /// Number of the batch of the last backward; 0 if there is none.
     pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
@@ -119,9 +130,8 @@ pub(super) struct State<B: GradientMemory> {
 
 /// State of a slot in the running backward.
 pub(super) struct SlotState<B: GradientMemory> {
+    /// Leaf of the parameter, of clones that of the first.
     pub(super) leaf: Option<NodeId>,
-    /// True if the copy that was read may have clones of the parameter on leaves of their own.
-    pub(super) apart: bool,
     /// Sum of the gradients of earlier reads.
     pub(super) partial: Option<FloatTensor<B>>,
     /// True if the final gradient is with the reducer.
@@ -130,61 +140,51 @@ pub(super) struct SlotState<B: GradientMemory> {
 
 impl<B: GradientMemory> Default for SlotState<B> {
     fn default() -> Self {
-        SlotState { leaf: None, apart: false, partial: None, done: false }
+        SlotState { leaf: None, partial: None, done: false }
     }
-}
-
-/// Averages that the last backward put on leaves.
-pub(super) struct Delivered {
-    /// Digest of each slot's average, [`UNREAD`](super::tap_and_replica_checks::UNREAD) unless `digested`; `None` if
-    /// the slot's leaf got no average.
-    pub(super) digests: Vec<Option<i64>>,
-    /// True if the digests were computed, as in the first steps and in those that compare the ranks' parameters.
-    pub(super) digested: bool,
 }
 
 impl<B: GradientMemory> State<B> {
     fn new(parts: Parts, device: B::Device, dtype: DType) -> Result<Self> {
         let Parts { group, slots, settings, meter, statistics } = parts;
-        let sentinel = untracked::<B>(scalar::<B>(&device, dtype));
-        let store = open_store::<B>(slots.clone(), device, settings);
+        let store = open_store::<B>(slots.clone(), device.clone(), settings);
         let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
             accumulation: settings.accumulation,
-            sentinel,
+            mark: untracked::<B>(scalar::<B>(&device, dtype)),
+            device,
             ladder: Ladder::new(),
-            running: false,
-            fired: 0,
-            gated: 0,
-            submitted: false,
+            open: false,
+            reached: false,
+            marked: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
             sharded: ShardedGradients::new(slots.len()),
-            values: slots.iter().map(|_| None).collect(),
+            averages: slots.iter().map(|_| None).collect(),
             compared: slots.iter().map(|_| None).collect(),
             movements: judges.then(|| Movements::new(slots.len())),
             warned_rounding: false,
             same_gradients: SameGradients::new(&slots),
-            stand_ins: StandIns::new(),
             statistics,
-            delivered: Delivered { digests: vec![None; slots.len()], digested: false },
-            absent: AbsentGradients::default(),
-            warned_missed: false,
-            error: None,
             last_batch: 0,
             epoch: None,
         })
     }
 
+    /// Forgets the micro-batches that are held, except for those in the reducer.
+    pub(super) fn forget_batches(&mut self) {
+        self.last_batch = 0;
+        self.epoch = None;
+        self.sharded.clear();
+    }
+
     /// Forgets the running backward.
     pub(super) fn reset(&mut self) {
-        self.error = None;
-        self.running = false;
-        self.fired = 0;
-        self.gated = 0;
-        self.submitted = false;
+        self.open = false;
+        self.reached = false;
+        self.marked = false;
         self.ladder.restart();
-        self.slots.iter_mut().for_each(|s| *s = SlotState::default());
+        self.slots.iter_mut().for_each(|slot| *slot = SlotState::default());
     }
 }
 
@@ -193,14 +193,44 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reducer.step()
     }
 
+    fn is_open(&self) -> bool {
+        self.open
+    }
+
+    fn is_reached(&self) -> bool {
+        self.reached
+    }
+
+    fn begin(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool> {
+        self.begin_step(model, batch, holds)
+    }
+
+    fn submit(&mut self, model: &WrappedModel) -> Result<()> {
+        self.submit_rest(model)
+    }
+
+    fn finish(&mut self, model: &WrappedModel) -> Result<bool> {
+        self.finish_step(model)
+    }
+
+    fn abandon(&mut self) {
+        self.abandon_step();
+    }
+
+    fn has_average(&self, slot: usize) -> bool {
+        self.averages[slot].is_some()
+    }
+
+    fn forget_averages(&mut self) {
+        self.averages.iter_mut().for_each(|average| *average = None);
+    }
+
     fn holds_gradients(&self) -> bool {
         self.reducer.holds_gradients()
     }
 
     fn discard(&mut self) {
-        self.last_batch = 0;
-        self.epoch = None;
-        self.sharded.clear();
+        self.forget_batches();
         self.reducer.discard_held();
     }
 
@@ -228,6 +258,10 @@ impl<B: GradientMemory> ModelState for State<B> {
         }
     }
 
+    fn note_replaced(&mut self) {
+        self.statistics.iter_mut().for_each(SyncedStatistics::forget);
+    }
+
     fn retire(&mut self) {
         self.reducer.retire();
     }
@@ -236,20 +270,12 @@ impl<B: GradientMemory> ModelState for State<B> {
         shadow_collectives::run(model, self)
     }
 
-    fn delivered(&self) -> &Delivered {
-        &self.delivered
-    }
-
-    fn waiting(&mut self) -> &mut WaitingAverages {
-        self.stand_ins.waiting()
-    }
-
     fn movements(&mut self) -> Option<&mut Movements> {
         self.movements.as_mut()
     }
 
     fn buffer_policy(&self) -> Option<BufferPolicy> {
-        self.statistics.as_ref().map(SyncedStatistics::policy)
+        self.statistics.as_ref().filter(|statistics| statistics.is_synced()).map(SyncedStatistics::policy)
     }
 }
 

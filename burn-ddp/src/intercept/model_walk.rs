@@ -1,12 +1,12 @@
 //! Visits of a model that see its parameters together with their taps.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
 use super::autodiff_nodes::DdpBackend;
 use super::tap_bypass::bypass;
@@ -16,46 +16,13 @@ use super::wrapped_model::{TapHandle, WrappedModel};
 pub(crate) const TAP_NAME: &str = "ddp";
 
 thread_local! {
-    /// Models whose taps were visited on this thread, while [`find`] runs.
-    static FOUND: RefCell<Option<Vec<Arc<WrappedModel>>>> = const { RefCell::new(None) };
-    /// The tap visited last on this thread.
-    static LAST_TAP: RefCell<Option<TapHandle>> = const { RefCell::new(None) };
-    /// Id of the parameter that [`find`] visited last on this thread.
-    static BASE_ID: Cell<Option<u64>> = const { Cell::new(None) };
+    /// The tap that was visited last on this thread.
+    static VISITED: RefCell<Option<TapHandle>> = const { RefCell::new(None) };
 }
 
-/// Notes that a visit has come to a tap. Returns the id of the tap's parameter inside [`find`].
-pub(super) fn note_visit(tap: &TapHandle) -> Option<u64> {
-    LAST_TAP.with_borrow_mut(|last| *last = Some(tap.clone()));
-    FOUND.with_borrow_mut(|found| found.as_mut().map(|found| found.push(tap.model.clone())))?;
-    BASE_ID.get()
-}
-
-/// The wrapped models in `model`: none, one, or several if the model was put together from wrapped parts.
-pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<WrappedModel>> {
-    struct Ids;
-    impl ModuleVisitor for Ids {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            BASE_ID.set(Some(param.id.val()));
-        }
-    }
-    struct Forget;
-    impl Drop for Forget {
-        fn drop(&mut self) {
-            FOUND.set(None);
-            BASE_ID.set(None);
-        }
-    }
-    let _forget = Forget;
-    FOUND.set(Some(Vec::new()));
-    bypass(|| model.visit(&mut Ids));
-    let mut unique: Vec<Arc<WrappedModel>> = Vec::new();
-    for wrapped in FOUND.take().unwrap_or_default() {
-        if !unique.iter().any(|u| Arc::ptr_eq(u, &wrapped)) {
-            unique.push(wrapped);
-        }
-    }
-    unique
+/// Notes that a visit in a walk has come to a tap.
+pub(super) fn note_visit(tap: TapHandle) {
+    VISITED.replace(Some(tap));
 }
 
 /// Visitor of float parameters and their taps.
@@ -66,35 +33,93 @@ pub(super) trait AtTap {
     /// Visits a parameter, before its tap.
     fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen>;
 
-    /// Leaves the parameter at `path`, with its tap if it has one.
-    fn leave(&mut self, path: &str, seen: Self::Seen, tap: Option<TapHandle>);
+    /// Leaves a parameter, with its tap if it has one.
+    fn leave(&mut self, path: &Path, seen: Self::Seen, tap: Option<TapHandle>);
+}
+
+/// Names of the modules on the way to a parameter. A walk keeps the memory of their names.
+#[derive(Default)]
+pub(super) struct Path {
+    names: Vec<String>,
+    len: usize,
+}
+
+impl Path {
+    fn enter(&mut self, name: &str) {
+        match self.names.get_mut(self.len) {
+            Some(kept) => {
+                kept.clear();
+                kept.push_str(name);
+            }
+            None => self.names.push(name.to_owned()),
+        }
+        self.len += 1;
+    }
+}
+
+impl std::fmt::Display for Path {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.names[..self.len].join("."))
+    }
 }
 
 /// Visits the parameters of `model` as if they had no tap, and gives `visitor` the tap of each.
 pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
     struct Walk<'a, V: AtTap> {
         visitor: &'a mut V,
-        path: Vec<String>,
-        /// The parameter visited last, and its path.
-        last: Option<(String, V::Seen)>,
+        path: Path,
+        /// Value of the parameter visited last.
+        last: Option<V::Seen>,
     }
     impl<V: AtTap> ModuleVisitor for Walk<'_, V> {
         fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.to_string());
+            self.path.enter(name);
         }
 
         fn exit_module(&mut self, name: &str, _: &str) {
-            self.path.pop();
-            let Some((path, seen)) = self.last.take() else { return };
-            let tap = (name == TAP_NAME).then(|| LAST_TAP.take()).flatten();
-            self.visitor.leave(&path, seen, tap);
+            if let Some(seen) = self.last.take() {
+                let is_tap = name == TAP_NAME;
+                let tap = if is_tap { VISITED.take() } else { None };
+                self.path.len -= usize::from(is_tap);
+                self.visitor.leave(&self.path, seen, tap);
+                self.path.len += usize::from(is_tap);
+            }
+            self.path.len -= 1;
         }
 
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.last = self.visitor.parameter(param).map(|seen| (self.path.join("."), seen));
+            self.last = self.visitor.parameter(param);
         }
     }
-    bypass(|| model.visit(&mut Walk { visitor, path: Vec::new(), last: None }));
+    let mut walk = Walk { visitor, path: Path::default(), last: None };
+    bypass(|| model.visit(&mut walk));
+    // A model that is a bare parameter has no module around it.
+    if let Some(seen) = walk.last.take() {
+        walk.visitor.leave(&walk.path, seen, VISITED.take());
+    }
+}
+
+/// The wrapped models in `model`: none, one, or several if the model was put together from wrapped parts.
+pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<WrappedModel>> {
+    struct Find(Vec<Arc<WrappedModel>>);
+    impl AtTap for Find {
+        type Seen = ();
+
+        fn parameter<const D: usize>(&mut self, _: &Param<Tensor<D>>) -> Option<()> {
+            Some(())
+        }
+
+        fn leave(&mut self, _: &Path, (): (), tap: Option<TapHandle>) {
+            if let Some(tap) = tap
+                && !self.0.iter().rev().any(|known| Arc::ptr_eq(known, &tap.model))
+            {
+                self.0.push(tap.model);
+            }
+        }
+    }
+    let mut find = Find(Vec::new());
+    walk(model, &mut find);
+    find.0
 }
 
 /// The taps of `model` by the paths of their parameters.
@@ -107,8 +132,8 @@ pub(crate) fn taps<M: Module>(model: &M) -> HashMap<String, TapHandle> {
             Some(())
         }
 
-        fn leave(&mut self, path: &str, (): (), tap: Option<TapHandle>) {
-            self.0.extend(tap.map(|tap| (path.to_owned(), tap)));
+        fn leave(&mut self, path: &Path, (): (), tap: Option<TapHandle>) {
+            self.0.extend(tap.map(|tap| (path.to_string(), tap)));
         }
     }
     let mut taps = Taps(HashMap::new());
@@ -116,10 +141,10 @@ pub(crate) fn taps<M: Module>(model: &M) -> HashMap<String, TapHandle> {
     taps.0
 }
 
-/// Notes the values of all parameters of `model` in `wrapped`, also of those that the forward did not read.
-pub(super) fn note_values<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) {
-    struct Note<'a>(&'a Arc<WrappedModel>);
-    impl AtTap for Note<'_> {
+/// Notes the values of all parameters of `model` in their wrapped models, also of those that the forward did not read.
+pub(super) fn note_values<M: Module>(model: &M) {
+    struct Note;
+    impl AtTap for Note {
         type Seen = Box<dyn FnOnce(TapHandle)>;
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
@@ -127,46 +152,11 @@ pub(super) fn note_values<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) {
             Some(Box::new(move |tap| drop(Dispatch::note_value(base.into_dispatch(), tap))))
         }
 
-        fn leave(&mut self, _: &str, note: Self::Seen, tap: Option<TapHandle>) {
-            if let Some(tap) = tap.filter(|tap| Arc::ptr_eq(&tap.model, self.0)) {
+        fn leave(&mut self, _: &Path, note: Self::Seen, tap: Option<TapHandle>) {
+            if let Some(tap) = tap {
                 note(tap);
             }
         }
     }
-    walk(model, &mut Note(wrapped));
-}
-
-/// The sum of all trainable parameters of `model`, read through the taps of `wrapped`; `None` if there are none. Its
-/// backward reaches all of them.
-pub(crate) fn read_all<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) -> Option<Tensor<1>> {
-    struct Sum<'a> {
-        wrapped: &'a Arc<WrappedModel>,
-        sum: Option<Tensor<1>>,
-    }
-    impl AtTap for Sum<'_> {
-        type Seen = Box<dyn FnOnce(TapHandle) -> Tensor<1>>;
-
-        fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
-            let base = param.base();
-            if !base.is_require_grad() {
-                return None;
-            }
-            Some(Box::new(|tap| {
-                let value = Tensor::<D>::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), tap));
-                value.sum().cast(DType::F32)
-            }))
-        }
-
-        fn leave(&mut self, _: &str, read: Self::Seen, tap: Option<TapHandle>) {
-            let Some(tap) = tap.filter(|tap| Arc::ptr_eq(&tap.model, self.wrapped)) else { return };
-            let value = read(tap);
-            self.sum = Some(match self.sum.take() {
-                Some(sum) => sum + value,
-                None => value,
-            });
-        }
-    }
-    let mut sum = Sum { wrapped, sum: None };
-    walk(model, &mut sum);
-    sum.sum
+    walk(model, &mut Note);
 }

@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::ops::NodeGuard;
+use burn::backend::tensor::FloatTensor;
 
 use super::hook_depth::{AutodiffTensor, scalar, untracked};
-use super::wrapped_model::WrappedModel;
+use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
 
 /// A read of a parameter. It is outstanding until this value is dropped, when its hook has run or its graph is gone.
@@ -19,13 +20,13 @@ pub(crate) struct Read {
 
 impl Read {
     pub(super) fn new(model: Arc<WrappedModel>, slot: usize) -> Self {
-        model.outstanding[slot].fetch_add(1, Ordering::AcqRel);
+        model.shared[slot].outstanding.fetch_add(1, Ordering::AcqRel);
         Read { model, slot }
     }
 
     /// True if no other read of the slot is outstanding.
     pub(super) fn is_last(&self) -> bool {
-        self.model.outstanding[self.slot].load(Ordering::Acquire) <= 1
+        self.model.shared[self.slot].outstanding.load(Ordering::Acquire) <= 1
     }
 }
 
@@ -38,7 +39,7 @@ impl Clone for Read {
 
 impl Drop for Read {
     fn drop(&mut self) {
-        self.model.outstanding[self.slot].fetch_sub(1, Ordering::AcqRel);
+        self.model.shared[self.slot].outstanding.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -49,14 +50,19 @@ impl std::fmt::Debug for Read {
 }
 
 impl WrappedModel {
-    /// Notes the value of a slot until the next backward ends.
-    pub(super) fn note_value<B: GradientMemory>(&self, slot: usize, value: &AutodiffTensor<B>) {
-        if let Some(state) = self.lock().of::<B>() {
-            // The ranks hold different parts of a sharded parameter.
-            if !self.is_sharded(slot) {
-                state.compared[slot] = Some(value.primitive().clone());
-            }
-            state.values[slot] = Some(value.clone());
+    /// Number of reads of each slot whose hooks may still run.
+    pub(super) fn outstanding(&self) -> Vec<i64> {
+        self.shared.iter().map(|slot| slot.outstanding.load(Ordering::Acquire)).collect()
+    }
+
+    /// Notes the value of a parameter until the next backward ends.
+    pub(super) fn note_value<B: GradientMemory>(&self, tap: &TapHandle, value: &AutodiffTensor<B>) {
+        // The ranks hold different parts of a sharded parameter, and step only the first of clones.
+        if tap.first
+            && !self.is_sharded(tap.slot)
+            && let Some(state) = self.lock().of::<B>()
+        {
+            state.compared[tap.slot] = Some(value.primitive().clone());
         }
     }
 
@@ -67,11 +73,13 @@ impl WrappedModel {
         like: &AutodiffTensor<B>,
     ) -> NodeGuard {
         match self.lock().of::<B>() {
-            Some(state) => {
-                state.values[slot] = Some(like.clone());
-                state.ladder.next::<C>(like, self.is_sharded(slot))
-            }
+            Some(state) => state.ladder.next::<C>(like, self.is_sharded(slot)),
             None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())).node(),
         }
+    }
+
+    /// The average of a slot that the last backward has left, once; `None` if no rank had a gradient.
+    pub(super) fn take_average<B: GradientMemory>(&self, slot: usize) -> Option<FloatTensor<B>> {
+        self.lock().of::<B>()?.averages[slot].take()
     }
 }

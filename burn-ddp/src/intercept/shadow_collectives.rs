@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::backward_failure::tell_peers;
 use super::model_state::State;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
+use crate::agreement::tell_peers;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
@@ -26,12 +26,6 @@ pub(super) fn run<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>)
 }
 
 fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Result<bool> {
-    model.refuse_stale()?;
-    model.warn_missed(state);
-    if std::mem::take(&mut state.running) {
-        state.reset();
-        state.reducer.abandon()?;
-    }
     state.last_batch = 0;
     state.epoch = None;
     model.ddp.world().set_step(state.reducer.step());

@@ -1,4 +1,4 @@
-//! Running statistics of a wrapped model, made equal on all ranks in each reduction.
+//! Running statistics of a wrapped model: made equal on all ranks in each reduction, and put back after a failed step.
 
 use burn::tensor::TensorData;
 
@@ -15,7 +15,8 @@ pub(crate) struct SyncedStatistics {
 }
 
 impl SyncedStatistics {
-    pub(crate) fn new(buffers: Box<dyn Buffers>, policy: BufferPolicy) -> Self {
+    pub(crate) fn new(mut buffers: Box<dyn Buffers>, policy: BufferPolicy) -> Self {
+        buffers.keep();
         SyncedStatistics { buffers, policy, sent: Vec::new() }
     }
 
@@ -23,17 +24,38 @@ impl SyncedStatistics {
         self.policy
     }
 
+    /// True if the ranks make the values equal.
+    pub(super) fn is_synced(&self) -> bool {
+        self.policy != BufferPolicy::Local
+    }
+
     /// Puts the values into the payload of the step.
     pub(super) fn send(&mut self, piggyback: &mut Piggyback) -> Result<()> {
-        self.sent = self.buffers.read()?;
-        piggyback.statistics = running_stats::pack(&self.sent);
-        piggyback.from_first = self.policy == BufferPolicy::Broadcast;
+        if self.is_synced() {
+            self.sent = self.buffers.read()?;
+            piggyback.statistics = running_stats::pack(&self.sent);
+            piggyback.from_first = self.policy == BufferPolicy::Broadcast;
+        }
         Ok(())
     }
 
-    /// Sets the values that the ranks agreed on.
+    /// Sets the values that the ranks agreed on, and keeps them for [`restore`](Self::restore).
     pub(super) fn receive(&mut self, results: &PiggybackResult) {
-        let sent = std::mem::take(&mut self.sent);
-        self.buffers.write(running_stats::unpack(&sent, &results.statistics));
+        if self.is_synced() {
+            let sent = std::mem::take(&mut self.sent);
+            self.buffers.write(running_stats::unpack(&sent, &results.statistics));
+        }
+        self.buffers.keep();
+    }
+
+    /// Sets the values that were kept when the last step ended.
+    pub(super) fn restore(&mut self) {
+        self.sent.clear();
+        self.buffers.restore();
+    }
+
+    /// Forgets the values that were kept, since others are loaded.
+    pub(super) fn forget(&mut self) {
+        self.buffers.forget();
     }
 }

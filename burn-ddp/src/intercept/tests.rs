@@ -94,8 +94,7 @@ fn fixture_f_mean_is_14_and_sum_is_28() {
             let model = ddp.wrap_with(model, &WrapConfig::new().with_reduction(reduction))?;
             let r = ddp.rank() as f32;
             let x = Tensor::<2>::from_floats([[2.0 * r], [2.0 * r + 1.0]], &device);
-            let grads = model.forward(x).powf_scalar(2.0).sum().backward();
-            let mut grads = GradientsParams::from_grads(grads, &model);
+            let mut grads = ddp.backward(&model.forward(x).powf_scalar(2.0).sum(), &model)?.expect("a step");
             Ok(grads.remove::<2>(model.weight.id).unwrap().into_scalar::<f32>())
         });
         assert_eq!(grads, gradient);
@@ -112,8 +111,8 @@ fn many_buckets_of_many_types_for_many_steps() {
                 let mut model = ddp.wrap_with(Model::new(&device, dtypes), &config)?;
                 let mut optim = SgdConfig::new().init();
                 for step in 0..5 {
-                    let grads = ddp.backward(&model.loss(ALL, (1 + step + ddp.rank()) as f32), &model)?;
-                    let grads = GradientsParams::from_grads(grads, &model);
+                    let loss = model.loss(ALL, (1 + step + ddp.rank()) as f32);
+                    let grads = ddp.backward(&loss, &model)?.expect("a step");
                     model = optim.step(0.01, model, grads);
                 }
                 Ok(param_hash(&model)?)
@@ -132,7 +131,7 @@ fn what_ranks_use_changes() {
         for step in 0..6 {
             // No rank uses `d`, the ranks take turns with `c`, and all use `b` now and then.
             let used = [true, step % 3 == 0, step % 2 == ddp.rank(), false];
-            let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
+            let grads = ddp.backward(&model.loss(used, 1.0 + step as f32), &model)?.expect("a step");
             steps.push(model.gradients(&grads));
             model = optim.step(0.01, model, grads);
         }
@@ -154,12 +153,11 @@ fn micro_batches_are_weighed_and_summed_wide() {
                 // One micro-batch of rank 1 has weight 0, and NaN gradients that must not reach the sum.
                 let weights = [[3.0, 1.0, 2.0], [0.5, 0.0, 7.0]][ddp.rank()];
                 for (micro, weight) in weights.into_iter().enumerate() {
-                    ddp.set_batch_items(weight)?;
                     let x = if weight == 0.0 { f32::NAN } else { (micro + step + ddp.rank()) as f32 };
                     let used = [true, true, micro == 1, ddp.rank() == 1];
-                    let grads = GradientsParams::from_grads(model.loss(used, x).backward(), &model);
-                    assert_eq!(grads.len(), if micro == 2 { 4 } else { 0 });
-                    steps.push(model.gradients(&grads));
+                    let grads = ddp.weighted(weight).backward(&model.loss(used, x), &model)?;
+                    assert_eq!(grads.as_ref().map(GradientsParams::len), (micro == 2).then_some(4));
+                    steps.extend(grads.map(|grads| model.gradients(&grads)));
                 }
             }
             Ok(steps)
@@ -173,9 +171,8 @@ fn a_rank_of_no_weight_is_absent() {
     let gradient = both(2, |ddp| {
         let device = Device::flex().autodiff();
         let model = ddp.wrap(Model::new(&device, F32))?;
-        ddp.set_batch_items(if ddp.rank() == 0 { 2.0 } else { 0.0 })?;
-        let x = if ddp.rank() == 0 { 1.0 } else { f32::NAN };
-        let grads = GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
+        let (items, x) = if ddp.rank() == 0 { (2.0, 1.0) } else { (0.0, f32::NAN) };
+        let grads = ddp.weighted(items).backward(&model.loss(ALL, x), &model)?.expect("a step");
         Ok(model.gradients(&grads))
     });
     let b: Vec<f64> = values(5, 2).iter::<f64>().map(|v| f64::from(3.0 * (v as f32) * (v as f32))).collect();
@@ -184,18 +181,19 @@ fn a_rank_of_no_weight_is_absent() {
 }
 
 #[test]
-fn no_sync_and_discard() {
+fn what_is_accumulated_is_in_the_next_step() {
     both(2, |ddp| {
         let device = Device::flex().autodiff();
         let model = ddp.wrap_with(Model::new(&device, F32), &small())?;
-        let grads = |x: f32| GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
-        let clean = model.gradients(&grads(1.0));
-        assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
-        ddp.discard_accumulated(&model);
-        assert_eq!(model.gradients(&grads(1.0)), clean);
-        assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
-        let held = model.gradients(&grads(1.0));
+        let grads = |x: f32| anyhow::Ok(model.gradients(&ddp.backward(&model.loss(ALL, x), &model)?.expect("a step")));
+        let clean = grads(1.0)?;
+        ddp.accumulate(&model.loss(ALL, 5.0), &model)?;
+        let held = grads(1.0)?;
         assert_ne!(held, clean);
+        assert_eq!(grads(1.0)?, clean);
+        ddp.accumulate(&model.loss(ALL, 1.0), &model)?;
+        assert_eq!(ddp.flush(&model)?.map(|grads| model.gradients(&grads)), Some(clean));
+        assert!(ddp.flush(&model)?.is_none());
         Ok(held)
     });
 }
@@ -214,7 +212,7 @@ fn what_was_frozen_wakes() {
             }
             // Only rank 1 uses `d`, from step 1 on.
             let used = [true, true, true, step >= 1 && ddp.rank() == 1];
-            let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
+            let grads = ddp.backward(&model.loss(used, 1.0 + step as f32), &model)?.expect("a step");
             steps.push(model.gradients(&grads));
         }
         Ok(steps)
@@ -235,14 +233,17 @@ fn two_models_in_one_backward_and_one_that_is_gone() {
                 0 => first.loss(ALL, x) + second.loss(ALL, x),
                 _ => second.loss(ALL, x) + first.loss(ALL, x),
             };
-            let mut grads = loss.backward();
-            let of_first = GradientsParams::from_module(&mut grads, &first);
+            // The order of the models in the call may differ, too.
+            let (of_first, of_second) = match ddp.rank() {
+                0 => ddp.backward(&loss, (&first, &second))?.expect("a step"),
+                _ => ddp.backward(&loss, (&second, &first))?.map(|(second, first)| (first, second)).expect("a step"),
+            };
             all.push(first.gradients(&of_first));
-            all.push(second.gradients(&GradientsParams::from_grads(grads, &second)));
+            all.push(second.gradients(&of_second));
         }
         drop(first);
-        let grads = second.loss(ALL, 1.0).backward();
-        all.push(second.gradients(&GradientsParams::from_grads(grads, &second)));
+        let grads = ddp.backward(&second.loss(ALL, 1.0), &second)?.expect("a step");
+        all.push(second.gradients(&grads));
         Ok(all)
     });
 }
@@ -254,7 +255,7 @@ fn ranks_that_are_through_stand_in_with_zeros() {
         let mut model = ddp.wrap_with(Model::new(&device, MIXED), &small())?;
         let mut optim = SgdConfig::new().init();
         for step in 0..1 + 2 * ddp.rank() {
-            let grads = GradientsParams::from_grads(model.loss(ALL, 1.0 + step as f32).backward(), &model);
+            let grads = ddp.backward(&model.loss(ALL, 1.0 + step as f32), &model)?.expect("a step");
             model = optim.step(0.01, model, grads);
         }
         ddp.join(&mut model, &mut optim)?;
@@ -301,11 +302,10 @@ fn nccls_engine_reduces_what_was_lent() {
         let mut steps = Vec::new();
         for step in 0..4 {
             for micro in 0..2 {
-                ddp.set_batch_items(weights[ddp.rank() % 2])?;
                 let used = [true, step != 1, step % 2 == ddp.rank(), false];
                 let loss = model.loss(used, (1 + step + 2 * micro + ddp.rank()) as f32);
-                let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
-                if micro == 1 {
+                if let Some(grads) = ddp.weighted(weights[ddp.rank() % 2]).backward(&loss, &model)? {
+                    assert_eq!(micro, 1);
                     steps.push(model.gradients(&grads));
                     model = optim.step(0.01, model, grads);
                 }
@@ -350,7 +350,7 @@ fn gradients_that_are_lost_with_the_model_are_a_warning() {
                 let config = crate::WrapConfig::new().with_accumulation(2);
                 let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
                 for _ in 0..3 {
-                    model.forward(Tensor::<2>::ones([1, 1], &device)).sum().backward();
+                    ddp.backward(&model.forward(Tensor::<2>::ones([1, 1], &device)).sum(), &model)?;
                 }
                 end(&ddp, &model);
                 anyhow::Ok(())
@@ -360,6 +360,21 @@ fn gradients_that_are_lost_with_the_model_are_a_warning() {
         of_ranks.unwrap()
     };
     assert_eq!(warnings(|_, _| ()), [1, 0]);
-    assert_eq!(warnings(|ddp, model| drop(ddp.sync_gradients(model).unwrap())), [0, 0]);
-    assert_eq!(warnings(|ddp, model| ddp.discard_accumulated(model)), [0, 0]);
+    assert_eq!(warnings(|ddp, model| drop(ddp.flush(model).unwrap())), [0, 0]);
+}
+
+/// Two parameters of one element.
+#[derive(Module, Debug)]
+pub(super) struct Pair {
+    pub(super) a: Param<Tensor<1>>,
+    pub(super) b: Param<Tensor<1>>,
+}
+
+impl Pair {
+    /// Both are 1, on Flex with autodiff.
+    pub(super) fn ones() -> Self {
+        let device = Device::flex().autodiff();
+        let one = || Param::from_tensor(Tensor::<1>::ones([1], &device));
+        Pair { a: one(), b: one() }
+    }
 }

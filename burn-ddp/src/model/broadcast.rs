@@ -11,8 +11,9 @@ use burn_ddp_comm::{ProcessGroup, attribute_calls};
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
+use crate::agreement::tell_peers;
 use crate::ddp::Ddp;
-use crate::intercept::{bypass, find, refuse_parts_without_tap, replace, sharded_paths, tell_peers};
+use crate::intercept::{bypass, find, refuse_parts_without_tap, replace, sharded_paths};
 use crate::tensor_conversion::data_of;
 use crate::{Error, Result, agreement, chunked_broadcast};
 

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
@@ -41,6 +42,15 @@ pub(crate) trait Buffers: Send {
 
     /// Sets their values, in the same order.
     fn write(&mut self, values: Vec<TensorData>);
+
+    /// Keeps the current values, without reading them from their device.
+    fn keep(&mut self);
+
+    /// Sets the values that were kept last, if there are some.
+    fn restore(&mut self);
+
+    /// Drops the values that were kept.
+    fn forget(&mut self);
 }
 
 /// For each float parameter and buffer in traversal order, true if it is a buffer: if it refuses to require a gradient.
@@ -89,13 +99,15 @@ pub(crate) fn handle<M: Module + 'static>(model: &M, is_buffer: &[bool]) -> Opti
         return None;
     }
     let model = model.clone().map(&mut Strip { is_buffer: is_buffer.to_vec().into() });
-    Some(Box::new(Handle { model: Some(model), is_buffer: is_buffer.to_vec() }))
+    Some(Box::new(Handle { model: Some(model), is_buffer: is_buffer.to_vec(), kept: None }))
 }
 
 struct Handle<M> {
-    /// `None` only inside of `write`.
+    /// `None` only inside of `write` and `restore`.
     model: Option<M>,
     is_buffer: Vec<bool>,
+    /// Values of the buffers by id.
+    kept: Option<GradientsParams>,
 }
 
 impl<M: Module> Buffers for Handle<M> {
@@ -111,6 +123,49 @@ impl<M: Module> Buffers for Handle<M> {
     fn write(&mut self, values: Vec<TensorData>) {
         let mut write = Write { is_buffer: self.is_buffer.clone().into(), values: values.into() };
         self.model = self.model.take().map(|model| model.map(&mut write));
+    }
+
+    fn keep(&mut self) {
+        struct Keep<'a> {
+            is_buffer: &'a [bool],
+            next: usize,
+            kept: GradientsParams,
+        }
+        impl ModuleVisitor for Keep<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if self.is_buffer.get(self.next) == Some(&true) {
+                    self.kept.register(param.id, param.base());
+                }
+                self.next += 1;
+            }
+        }
+        let Some(model) = &self.model else { return };
+        // Moves what this thread's last forward computed into the value.
+        drop(model.valid());
+        let mut keep = Keep { is_buffer: &self.is_buffer, next: 0, kept: GradientsParams::new() };
+        model.visit(&mut keep);
+        self.kept = Some(keep.kept);
+    }
+
+    fn restore(&mut self) {
+        struct Restore<'a>(&'a GradientsParams);
+        impl ModuleMapper for Restore<'_> {
+            fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+                match self.0.get::<D>(param.id) {
+                    Some(kept) => param.map(|_| kept),
+                    None => param,
+                }
+            }
+        }
+        if let (Some(kept), Some(model)) = (&self.kept, self.model.take()) {
+            // A forward that has failed may have left an update behind.
+            drop(model.valid());
+            self.model = Some(model.map(&mut Restore(kept)));
+        }
+    }
+
+    fn forget(&mut self) {
+        self.kept = None;
     }
 }
 
@@ -128,7 +183,7 @@ pub(crate) fn sync<M: Module>(
         return Ok(());
     }
     // The clone shares the statistics.
-    let mut handle = Handle { model: Some(model.clone()), is_buffer };
+    let mut handle = Handle { model: Some(model.clone()), is_buffer, kept: None };
     let values = agreement::on_outcome(group, "sync its running statistics", intercept::bypass(|| handle.read()))?;
     let digests: Vec<i64> = values.iter().map(|value| digest(value.as_bytes())).collect();
     let all = group.all_gather_object(&digests)?;

@@ -10,7 +10,8 @@ use burn::tensor::{Device, Tensor};
 use super::moments::{Moments, per_channel, wide};
 use super::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
 use crate::Result;
-use crate::intercept::{Tap, WrappedModel, tell_peers};
+use crate::agreement::tell_peers;
+use crate::intercept::{Tap, WrappedModel};
 
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`:
 /// N ranks with b items each train like one with N·b.
@@ -24,10 +25,10 @@ use crate::intercept::{Tap, WrappedModel, tell_peers};
 /// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an
 /// all-reduce of two sums per channel). Both are small, so their cost is that ranks wait for each other. All ranks must
 /// make the same passes through the layer and run their backwards; each with any number of items, some also with none.
-/// With `no_sync` and accumulation, too, all ranks must have the same number of micro-batches.
+/// With accumulation, too, all ranks must have the same number of micro-batches.
 ///
 /// Each rank counts by its number of items, also in the average of gradients: with the weights of
-/// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) or of the loader, as [`wrap`](crate::Ddp::wrap) uses them,
+/// [`Ddp::weighted`](crate::Ddp::weighted) or of the loader, as [`Ddp::backward`](crate::Ddp::backward) uses them,
 /// gradients are those of the mean over all items, whatever the split.
 ///
 /// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one),

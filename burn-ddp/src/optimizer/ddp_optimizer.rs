@@ -18,7 +18,7 @@ use crate::intercept::{self, SteppedSlot};
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
+/// # use burn::optim::{AdamConfig, ModuleOptimizer};
 /// # use burn::prelude::*;
 /// # use burn_ddp::prelude::*;
 /// Ddp::spawn(2, |ddp| {
@@ -27,7 +27,7 @@ use crate::intercept::{self, SteppedSlot};
 ///     let mut model: Linear = ddp.wrap_with(LinearConfig::new(4, 4).init(&device), &config)?;
 ///     let mut optim: DdpOptimizer = ddp.optimizer(AdamConfig::new().init(), &model)?;
 ///     let loss = model.forward(Tensor::<2>::ones([1, 4], &device)).sum();
-///     let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+///     let grads = ddp.backward(&loss, &model)?.expect("a step");
 ///     model = optim.step(0.1, model, grads);
 ///     let burn: &ModuleOptimizer = &optim;
 ///     assert!(!burn.to_record().is_empty());
@@ -61,6 +61,21 @@ impl DdpOptimizer {
     }
 
     /// `ModuleOptimizer::load_record`. Not collective.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::AdamConfig};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let model = ddp.wrap(LinearConfig::new(4, 4).init(&ddp.device()?.autodiff()))?;
+    ///     let optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+    ///     let again = ddp.optimizer(AdamConfig::new().init(), &model)?.load_record(optim.to_record());
+    ///     assert!(again.to_record().is_empty()); // no step so far
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn load_record(self, record: OptimizerRecord) -> Self {
         DdpOptimizer { optim: self.optim.load_record(record), ..self }

@@ -141,7 +141,7 @@ impl DistributedOptimizer {
     /// # Example
     ///
     /// ```
-    /// # use burn::{nn::{Linear, LinearConfig}, optim::{GradientsParams, SgdConfig}, prelude::*};
+    /// # use burn::{nn::{Linear, LinearConfig}, optim::SgdConfig, prelude::*};
     /// # use burn_ddp::prelude::*;
     /// use burn_ddp::DistributedOptimizer;
     ///
@@ -149,8 +149,8 @@ impl DistributedOptimizer {
     ///     let device = ddp.device()?.autodiff();
     ///     let model: Linear = ddp.wrap(LinearConfig::new(2, 1).init(&device))?; // a bug: its gradients are averages
     ///     let mut optim = DistributedOptimizer::new(&ddp, SgdConfig::new().init());
-    ///     let grads = model.forward(Tensor::<2>::ones([4, 2], &device)).mean().backward();
-    ///     let grads = GradientsParams::from_grads(grads, &model);
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let grads = ddp.backward(&loss, &model)?.expect("a step");
     ///     assert!(matches!(optim.try_step(0.01, model, grads), Err(burn_ddp::Error::Invalid { .. })));
     ///     Ok(())
     /// })?;

@@ -180,8 +180,8 @@ fn differs<const D: usize>(
     let start: Vec<f32> = data_of(start).map_err(|e| unreadable(path, &e))?.iter().collect();
     let moves = together.iter().chain(&apart).zip(start.iter().chain(&start)).map(|(end, start)| (end - start).abs());
     let tolerance = moves.fold(0.0, f32::max) * ROUNDING;
-    // NaN differs from everything.
-    Ok(together.iter().zip(&apart).any(|(a, b)| a != b && !((a - b).abs() <= tolerance)))
+    let is_near = |a: &f32, b: &f32| a.to_bits() == b.to_bits() || (a - b).abs() <= tolerance;
+    Ok(!together.iter().zip(&apart).all(|(a, b)| is_near(a, b)))
 }
 
 /// A module of one parameter, which it shows at the path of another, since optimizers have groups by path.

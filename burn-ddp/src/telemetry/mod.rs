@@ -35,7 +35,7 @@ use step_meter::Meter;
 ///     # let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
 ///     for _ in 0..3 {
-///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+///         ddp.backward(&model.forward(Tensor::<2>::ones([1, 4], &device)).sum(), &model)?;
 ///     }
 ///     let telemetry = ddp.telemetry();
 ///     let (all, last) = (telemetry.stats(), telemetry.last_step());

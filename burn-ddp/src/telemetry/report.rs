@@ -119,7 +119,7 @@ impl Telemetry {
     ///     let device = ddp.device()?.autodiff();
     ///     let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
     ///     for _ in 0..20 {
-    ///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+    ///         ddp.backward(&model.forward(Tensor::<2>::ones([1, 4], &device)).sum(), &model)?;
     ///         std::thread::sleep(std::time::Duration::from_millis(20 * ddp.rank() as u64));
     ///     }
     ///     Ok(ddp.telemetry().report()?.expect("20 steps"))

@@ -9,7 +9,7 @@ use std::time::Duration;
 ///
 /// A step lasts from the end of one reduction to the end of the next, so it has one backward, with accumulation
 /// several. Its time is `outside + backward + wait`. Times are those of the training thread: work of an asynchronous
-/// device counts where the thread waits for it. A backward that reaches two wrapped models counts for each of them.
+/// device counts where the thread waits for it. A backward over two wrapped models counts for each of them.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, prelude::*};
@@ -18,7 +18,7 @@ use std::time::Duration;
 ///     let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
 ///     for _ in 0..3 {
-///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+///         ddp.backward(&model.forward(Tensor::<2>::ones([1, 4], &device)).sum(), &model)?;
 ///         ddp.mean(0.0)?;
 ///     }
 ///     let (step, all) = (ddp.telemetry().last_step(), ddp.telemetry().stats());
@@ -34,6 +34,9 @@ use std::time::Duration;
 pub struct Stats {
     /// Number of reductions; also of optimizer steps, if one follows each reduction.
     pub steps: u64,
+    /// Number of backwards that only added up: with accumulation, those for which
+    /// [`Ddp::backward`](crate::Ddp::backward) returned `None`.
+    pub added_up: u64,
     /// Number of collectives that carried gradients: one per bucket, or sharded parameter, and step.
     pub collectives: u64,
     /// Number of those collectives that started while backward was still running.
@@ -45,8 +48,9 @@ pub struct Stats {
     /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered for reads, files and hashes.
     /// Each gather counts the whole parameter, this rank's part included.
     pub gathered: u64,
-    /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets;
-    /// for [sharded](crate::WrapConfig::with_sharding) parameters also gathering them and reducing their gradients.
+    /// Time in [`Ddp::backward`](crate::Ddp::backward) without `wait`: computing gradients and copying them into
+    /// buckets; for [sharded](crate::WrapConfig::with_sharding) parameters also gathering them and reducing their
+    /// gradients. In a [`Ddp::scope`](crate::Ddp::scope) it is the time of the whole scope.
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,
@@ -110,6 +114,7 @@ impl Sub for Stats {
     fn sub(self, earlier: Stats) -> Stats {
         Stats {
             steps: self.steps - earlier.steps,
+            added_up: self.added_up - earlier.added_up,
             collectives: self.collectives - earlier.collectives,
             overlapped: self.overlapped - earlier.overlapped,
             tensors: self.tensors - earlier.tensors,

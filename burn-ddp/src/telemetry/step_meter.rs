@@ -240,6 +240,7 @@ impl StepMeter {
     /// Ends a backward without reduction.
     pub(crate) fn end_backward(&mut self) {
         self.backward_ended(Instant::now());
+        self.meter.counts().total.added_up += 1;
     }
 
     /// Ends a backward that reduced, at `now`.

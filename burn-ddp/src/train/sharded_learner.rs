@@ -25,7 +25,7 @@ use burn::train::{Learner, LearnerModel, LearningCheckpointer};
 use burn_ddp_comm::RowDivision;
 
 use crate::file_failure::FileWork;
-use crate::intercept::{answers, is_bypassed, note_part, own_rows, parts};
+use crate::intercept::{answers, is_bypassed, own_rows, parts};
 use crate::model::burnpack_header::{Pack, header_bytes};
 use crate::model::burnpack_tensors::{aligned, header, others, tensors};
 use crate::model::burnpack_writer::Sink;
@@ -37,6 +37,9 @@ use crate::{Ddp, Error, Result, WrapConfig, agreement, wrap};
 
 /// Shape of each divided parameter, and the rows of this rank, by path.
 pub(super) type Divided = HashMap<String, (Vec<usize>, Range<usize>)>;
+
+/// Why a value of the learner's model may be this rank's part.
+const NO_TAP: &str = "has no tap: the training ended with an error before its first step";
 
 /// The present work of the mappers of divided parameters, for each thread.
 enum Exchange {
@@ -122,9 +125,12 @@ impl ModuleMapper for Attach {
         let (loading, saving, loaded) = (mapper.clone(), mapper.clone(), path.clone());
         Param::from_mapped_value(id, value, mapper)
             .load_mapper(move |value| cut_to_own(&loaded, loading.on_load(value)))
-            .save_mapper(move |value| match answers(&saving) {
-                true => value,
-                false => saving.on_save(made_whole(&path, part.as_deref(), value)),
+            .save_mapper(move |value| {
+                let is_part = part.as_deref().is_some_and(|part| value.dims()[..] == *part);
+                match answers(&saving, is_part.then_some(NO_TAP)) {
+                    true => value,
+                    false => saving.on_save(made_whole(&path, is_part, value)),
+                }
             })
     }
 }
@@ -142,20 +148,15 @@ fn cut_to_own<const D: usize>(path: &str, value: Tensor<D>) -> Tensor<D> {
     })
 }
 
-fn made_whole<const D: usize>(path: &str, part: Option<&[usize]>, value: Tensor<D>) -> Tensor<D> {
+fn made_whole<const D: usize>(path: &str, is_part: bool, value: Tensor<D>) -> Tensor<D> {
     EXCHANGE.with_borrow(|exchange| match exchange {
         Exchange::Save(wholes) => match wholes.get(path) {
             Some(whole) => Tensor::from_data(whole.clone(), (&value.device(), value.dtype())),
             None => value,
         },
         Exchange::Wholes => {
-            let is_part = part.is_some_and(|part| value.dims()[..] == *part);
-            if is_part && is_bypassed() {
-                note_part("has no tap: the training ended with an error before its first step");
-                return value;
-            }
             assert!(
-                !is_part,
+                !is_part || is_bypassed(),
                 "{path} is sharded, and a record would hold a part of it: use the trainer's checkpoints, or \
                 `ddp.save(&result.model, path)` after the training"
             );

@@ -16,7 +16,7 @@ use super::agreed_stop::{agree_to_stop, decide_on_main, fail, report};
 use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
-use crate::intercept::without_mappers;
+use crate::intercept::{self, Call, Models, Own, without_mappers};
 use crate::model::running_stats;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig, agreement};
@@ -76,8 +76,6 @@ impl<M: LearnerModel> DdpStrategy<M> {
         // `ddp.learner` has checked that the optimizer can step divided parameters.
         let slots = 0..taps.wrapped.slots.len();
         slots.filter(|slot| taps.wrapped.is_divided(*slot)).for_each(|slot| taps.wrapped.note_optimizer(slot));
-        // Each parameter was loaded separately, so clones no longer share one.
-        taps.wrapped.part_clones();
         Ok((taps, device))
     }
 }
@@ -255,7 +253,7 @@ impl<M: LearnerModel> Run<'_, M> {
             };
             let progress = batches.progress();
             let completes = micro_batches.completes(progress.is_completed());
-            let output = self.weigh(iteration, &micro_batches).and_then(|()| self.step(batch, !completes));
+            let output = self.step(batch, self.weight(iteration, &micro_batches), !completes);
             let TrainOutput { grads, item } = match output {
                 Ok(output) => output,
                 Err(error) => {
@@ -280,26 +278,28 @@ impl<M: LearnerModel> Run<'_, M> {
         false
     }
 
-    /// Gives each micro-batch the weight 1 over all ranks, whatever its number of items, as Burn's trainer does. Where
-    /// the user weighs batches, each counts by its own weight.
-    fn weigh(&self, nth: usize, micro_batches: &MicroBatches) -> Result<()> {
+    /// Weight of a micro-batch: 1 over all ranks, whatever its number of items, as in Burn's trainer. Where the user
+    /// weighs batches, each counts by its own weight.
+    fn weight(&self, nth: usize, micro_batches: &MicroBatches) -> Option<f64> {
         if !micro_batches.accumulates() || self.sharded.has_weights() {
-            return Ok(());
+            return None;
         }
         let plan = self.sharded.plan();
         let own = plan.share(nth, self.ddp.rank()).len() as f64;
-        self.ddp.set_batch_items(own / plan.step(nth).len() as f64)
+        Some(own / plan.step(nth).len() as f64)
     }
 
-    /// Forward and backward; with `hold`, the reducer accumulates the gradients for a later micro-batch.
-    fn step(&self, batch: <M as TrainStep>::Input, hold: bool) -> Result<Output<M>> {
+    /// Forward and backward of a micro-batch; one that `holds` only adds up. The output has the averaged gradients
+    /// otherwise.
+    fn step(&self, batch: <M as TrainStep>::Input, items: Option<f64>, holds: bool) -> Result<Output<M>> {
         let model = self.taps.attach(self.learner.model());
-        let wrapped = &self.taps.wrapped;
+        let models = Models(vec![self.taps.wrapped.clone()]);
+        let call = Call { items, holds, counts_backwards: true };
+        let prepare = |output: &mut Output<M>| intercept::prepare(&model, &models, Own::Params(&output.grads));
         let step = || TrainStep::step(&model, batch);
-        let (output, reached) = wrapped.capture(|| if hold { wrapped.hold(step) } else { step() })?;
-        if !reached {
-            let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
-            return Err(Error::Backward { rank: self.ddp.world().rank(), reason });
+        let (mut output, prepared) = intercept::run(self.ddp, models.0.clone(), call, step, prepare)?;
+        if let Some(prepared) = prepared {
+            prepared.put_averages(&mut output.grads);
         }
         Ok(output)
     }
@@ -374,8 +374,8 @@ impl<M: LearnerModel> Run<'_, M> {
                     return fail(ddp, &self.interrupter, Error::invalid(reason));
                 }
             };
-            let item = match self.taps.wrapped.capture(|| InferenceStep::step(&model, batch)) {
-                Ok((item, _)) => item,
+            let item = match intercept::catch(|| InferenceStep::step(&model, batch)) {
+                Ok(item) => item,
                 Err(error) => return fail(ddp, &self.interrupter, error),
             };
             if counts {

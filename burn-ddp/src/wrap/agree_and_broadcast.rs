@@ -41,7 +41,7 @@ pub(crate) struct AgreedModel {
     /// True for each slot whose parameter the settings divide.
     divided: Vec<bool>,
     /// Slot of each float parameter and buffer, in traversal order.
-    slot_of: VecDeque<Option<usize>>,
+    slot_of: VecDeque<Option<treatment::Place>>,
     /// For each float parameter and buffer, true if it is a running statistic that the ranks average or broadcast.
     is_shared_buffer: Vec<bool>,
     /// Parameters and buffers left to each rank.
@@ -174,9 +174,9 @@ impl AgreedModel {
             alone,
         };
         let policy = if alone { BufferPolicy::Local } else { config.buffers };
-        let buffers =
-            (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
-        let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
+        // Also where each rank keeps its own: those of a step that fails are put back.
+        let statistics =
+            running_stats::handle(model, &is_shared_buffer).map(|buffers| SyncedStatistics::new(buffers, policy));
         let shards = match divided.contains(&true) {
             true => {
                 let mut group = ddp.state().new_group()?;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::Tensor;
 
+use super::treatment::Place;
 use crate::ddp::Ddp;
 use crate::intercept::{Tap, WrappedModel, cut};
 
@@ -14,11 +15,11 @@ pub(crate) struct Taps {
     ddp: Ddp,
     pub(crate) wrapped: Arc<WrappedModel>,
     /// Slot of each float parameter and buffer, in traversal order.
-    slot_of: VecDeque<Option<usize>>,
+    slot_of: VecDeque<Option<Place>>,
 }
 
 impl Taps {
-    pub(super) fn new(ddp: &Ddp, wrapped: Arc<WrappedModel>, slot_of: VecDeque<Option<usize>>) -> Self {
+    pub(super) fn new(ddp: &Ddp, wrapped: Arc<WrappedModel>, slot_of: VecDeque<Option<Place>>) -> Self {
         wrapped.count_holder(true);
         Taps { ddp: ddp.clone(), wrapped, slot_of }
     }
@@ -27,9 +28,7 @@ impl Taps {
     /// with the same parameters and other values.
     pub(crate) fn attach<M: Module>(&self, model: M) -> M {
         let (ddp, wrapped, slot_of) = (self.ddp.clone(), self.wrapped.clone(), self.slot_of.clone());
-        let model = model.apply_reparameterization(Attach { ddp, wrapped, slot_of });
-        self.wrapped.taps_are_complete();
-        model
+        model.apply_reparameterization(Attach { ddp, wrapped, slot_of })
     }
 }
 
@@ -45,7 +44,7 @@ struct Attach {
     ddp: Ddp,
     wrapped: Arc<WrappedModel>,
     /// Slots of the float parameters and buffers that were not visited yet.
-    slot_of: VecDeque<Option<usize>>,
+    slot_of: VecDeque<Option<Place>>,
 }
 
 impl Reparameterizer for Attach {
@@ -53,14 +52,14 @@ impl Reparameterizer for Attach {
 
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
         let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
-        let Some(slot) = slot else { return (param, None) };
+        let Some(Place { slot, first }) = slot else { return (param, None) };
         let shards = self.wrapped.shards().filter(|_| self.wrapped.is_sharded(slot));
         let param = match shards.map(|shards| (shards.rows(slot), shards.rank())) {
             // A copy that Burn's trainer holds is cut already: it has fewer rows.
             Some((division, rank)) if param.lazy_shape()[0] == division.rows => cut(param, division.rows_of(rank)),
             _ => param,
         };
-        let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, param);
+        let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, first, param);
         (param, Some(tap))
     }
 }

@@ -98,7 +98,6 @@ mod tests {
                 dims: vec![bytes / 4],
                 dtype: DType::F32,
                 trainable,
-                first_clone: 0,
                 sharded: false,
             };
             measure(&ddp, &ddp.state().new_group().unwrap(), &[slot(true), slot(false)]).unwrap()

@@ -1,4 +1,4 @@
-//! `wrap` and `unwrap`, from a model to a data-parallel model and back; backward of a wrapped model.
+//! `wrap` and `unwrap`, from a model to a data-parallel model and back.
 //!
 //! | | |
 //! |---|---|
@@ -13,7 +13,6 @@
 //! | `attach` | taps on the parameters |
 //! | `rank_placement` | advice on the placement of ranks on machines |
 //! | `find_wrapped` | the wrapped models in a module, and the handle that each belongs to |
-//! | `sync_gradients` | reduction of held gradients when the program runs no further backward |
 
 mod agree_and_broadcast;
 mod attach;
@@ -25,12 +24,10 @@ mod memory_estimate;
 #[cfg(feature = "train")]
 mod parameters_to_shard;
 mod rank_placement;
-mod sync_gradients;
 mod treatment;
 mod wrap_config;
 
 use burn::module::Module;
-use burn::tensor::{Gradients, Tensor};
 
 pub(crate) use agree_and_broadcast::agree_and_broadcast;
 #[cfg(feature = "train")]
@@ -47,7 +44,7 @@ use crate::{Error, Result};
 
 impl Ddp {
     /// Makes `model` data-parallel: it keeps its type, every rank gets rank 0's weights and buffers, and
-    /// `loss.backward()` returns gradients averaged over all ranks. *Collective*.
+    /// [`Ddp::backward`] returns gradients averaged over all ranks. *Collective*.
     ///
     /// Freeze parameters, load weights and apply LoRA before the call; [`WrapConfig`] sets accumulation, sums instead
     /// of means, and bucket sizes. Every rank must use the same optimizer. Wrapping a wrapped model is an error;
@@ -97,16 +94,16 @@ impl Ddp {
     /// # Example
     ///
     /// ```
-    /// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+    /// # use burn::{nn::LinearConfig, prelude::*};
     /// # use burn_ddp::prelude::*;
     /// Ddp::spawn(2, |ddp| {
     ///     let device = ddp.device()?.autodiff();
     ///     let config = WrapConfig::new().with_accumulation(2);
     ///     let model = ddp.wrap_with(LinearConfig::new(2, 1).init(&device), &config)?;
     ///     for micro_batch in 0..4 {
-    ///         let grads = model.forward(Tensor::<2>::ones([8, 2], &device)).mean().backward();
-    ///         let grads = GradientsParams::from_grads(grads, &model);
-    ///         assert_eq!(grads.is_empty(), micro_batch % 2 == 0); // the second one of a step reduces
+    ///         let loss = model.forward(Tensor::<2>::ones([8, 2], &device)).mean();
+    ///         let grads = ddp.backward(&loss, &model)?;
+    ///         assert_eq!(grads.is_none(), micro_batch % 2 == 0); // the second one of a step reduces
     ///     }
     ///     Ok(())
     /// })?;
@@ -141,7 +138,7 @@ impl Ddp {
     ///     let model = ddp.unwrap(model)?;
     ///     let x = Tensor::<2>::full([1, 1], ddp.rank() as f64, &device);
     ///     let grads = model.forward(x).sum().backward(); // this rank's own gradients again
-    ///     Ok(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>())
+    ///     Ok(model.weight.grad(&grads).unwrap().into_scalar::<f32>())
     /// })?;
     /// assert_eq!(gradients, [0.0, 1.0]);
     /// # Ok::<(), burn_ddp::Error>(())
@@ -158,107 +155,5 @@ impl Ddp {
         let model = intercept::whole(model)?;
         // Burn removes a reparameterization by folding it into the parameter; ours is the identity.
         Ok(intercept::without_mappers(intercept::bypass(|| model.materialize())))
-    }
-
-    /// `loss.backward()` with failures as errors instead of panics. *Collective* for the ranks that hold `model`.
-    ///
-    /// With accumulation, the backwards before the last one of a step return gradients that are empty for `model`, and
-    /// reduce nothing.
-    ///
-    /// Costs what `loss.backward()` costs on a wrapped model: one all-reduce per
-    /// [bucket](WrapConfig::with_bucket_cap_bytes), which is two steps in which a rank sends about `2 b` bytes for `b`
-    /// bytes of gradients (one step for small buckets). Running statistics add one all-reduce per dtype;
-    /// [comparisons of replicas](WrapConfig::with_replica_check) add a gather of 8 bytes per parameter.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Comm`] if a peer failed, [`Error::Invalid`] if `model` is not wrapped, [`Error::ReplicasDiffer`] if a
-    /// comparison of replicas fails, [`Error::Backward`] if the loss does not depend on `model` or the backward cannot
-    /// deliver averages. After an error the ranks are no longer in step.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
-    /// # use burn_ddp::prelude::*;
-    /// Ddp::spawn(2, |ddp| {
-    ///     let device = ddp.device()?.autodiff();
-    ///     let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
-    ///     let x = Tensor::<2>::full([1, 1], ddp.rank() as f64, &device);
-    ///     let grads = ddp.backward(&model.forward(x.clone()).sum(), &model)?;
-    ///     assert_eq!(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>(), 0.5);
-    ///
-    ///     let loss = model.forward(x).detach().sum(); // a bug
-    ///     let error = ddp.backward(&loss, &model).err().unwrap();
-    ///     assert!(error.to_string().contains("the loss depends on no parameter"));
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
-        if !loss.is_tracked() {
-            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)";
-            return Err(intercept::refused(self, reason.into()));
-        }
-        let wrapped = wrapped_in(self.group(), model)?;
-        let wrapped = only(&wrapped, "use")?;
-        intercept::checked_backward(wrapped, loss, model)
-    }
-
-    /// Runs `f`; backwards in it only add their gradients to sums, and return none. The next backward outside of `f`,
-    /// or [`Ddp::sync_gradients`], reduces the sums and returns the mean over the items of all micro-batches, also in a
-    /// world of 1. Use it to accumulate an irregular number of micro-batches, which may differ between ranks. Not
-    /// collective.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] if the model is not wrapped, or has [local
-    /// parameters](WrapConfig::with_local_parameters) that are trained; `f` does not run then.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
-    /// # use burn_ddp::prelude::*;
-    /// let gradients = Ddp::spawn(2, |ddp| {
-    ///     # let device = ddp.device()?.autodiff();
-    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
-    ///     let backward = |x: f64| model.forward(Tensor::<2>::full([1, 1], x, &device)).sum().backward();
-    ///     for _ in 0..ddp.rank() {
-    ///         ddp.no_sync(&model, || backward(4.0))?; // one more micro-batch on rank 1
-    ///     }
-    ///     Ok(ddp.grad(&model.weight, &backward(1.0)).unwrap().into_scalar::<f32>())
-    /// })?;
-    /// assert_eq!(gradients, [2.0, 2.0]); // the mean of 1, 4 and 1
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
-        let wrapped = wrapped_in(self.group(), model)?;
-        let wrapped = only(&wrapped, "call `no_sync` with")?;
-        refuse_accumulation("`no_sync`", wrapped.local())?;
-        Ok(wrapped.hold(f))
-    }
-
-    /// Discards gradients of micro-batches that were not reduced yet. It communicates nothing, but every rank must call
-    /// it, or the next reduction fails. [`Ddp::sync_gradients`] reduces the gradients instead.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
-    /// # use burn_ddp::prelude::*;
-    /// let gradients = Ddp::spawn(2, |ddp| {
-    ///     # let device = ddp.device()?.autodiff();
-    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
-    ///     let backward = |x: f64| model.forward(Tensor::<2>::full([1, 1], x, &device)).sum().backward();
-    ///     ddp.no_sync(&model, || backward(100.0))?;
-    ///     ddp.discard_accumulated(&model); // an outlier
-    ///     Ok(ddp.grad(&model.weight, &backward(1.0)).unwrap().into_scalar::<f32>())
-    /// })?;
-    /// assert_eq!(gradients, [1.0, 1.0]);
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn discard_accumulated<M: Module>(&self, model: &M) {
-        intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
     }
 }

@@ -49,20 +49,27 @@ fn treatment(value: Value) -> Treatment {
     }
 }
 
+/// Slot of a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) slot: usize,
+    /// True unless the parameter is a clone of an earlier one.
+    pub(crate) first: bool,
+}
+
 /// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has
 /// one.
 ///
-/// Averaged, sharded and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which
-/// names that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
-/// [`running_stats::which`](crate::model::running_stats::which); `is_local` has a flag per entry of the schema;
-/// `divides` says whether the settings shard a parameter.
+/// Averaged, sharded and frozen parameters have slots; clones of a parameter (tied weights) share one. `first_clone`
+/// comes from [`Schema::first_clones`], `is_buffer` from [`running_stats::which`](crate::model::running_stats::which);
+/// `is_local` has a flag per entry of the schema; `divides` says whether the settings shard a parameter.
 pub(super) fn slots(
     schema: &Schema,
     first_clone: &[usize],
     is_buffer: &[bool],
     is_local: &[bool],
     divides: impl Fn(&Entry) -> bool,
-) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+) -> (Vec<Slot>, VecDeque<Option<Place>>) {
     let is_tied = |entry: usize| first_clone.iter().filter(|first| **first == first_clone[entry]).count() > 1;
     let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
     let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
@@ -73,7 +80,8 @@ pub(super) fn slots(
         let treatment = treatment(Value { dtype, trainable, is_float, is_buffer, is_local, divides });
         (treatment != Treatment::LeftOut).then_some((entry, treatment == Treatment::Sharded))
     };
-    let treated: Vec<(usize, bool)> = floats.iter().zip(is_buffer).filter_map(has_slot).collect();
+    let treated = floats.iter().zip(is_buffer).filter_map(has_slot);
+    let treated: Vec<(usize, bool)> = treated.filter(|(entry, _)| first_clone[*entry] == *entry).collect();
     let params: Vec<usize> = treated.iter().map(|(entry, _)| *entry).collect();
     let slot = |&(entry, sharded): &(usize, bool)| Slot {
         sharded,
@@ -81,9 +89,12 @@ pub(super) fn slots(
         dims: schema.entries[entry].dims.clone(),
         dtype: comm_dtype(schema.dtypes[entry]).expect("checked when the model was inspected"),
         trainable: schema.entries[entry].trainable,
-        first_clone: params.binary_search(&first_clone[entry]).expect("clones are parameters too"),
     };
-    let slot_of = floats.iter().map(|entry| params.binary_search(entry).ok()).collect();
+    let place = |entry: &usize| {
+        let slot = params.binary_search(&first_clone[*entry]).ok()?;
+        Some(Place { slot, first: first_clone[*entry] == *entry })
+    };
+    let slot_of = floats.iter().map(place).collect();
     (treated.iter().map(slot).collect(), slot_of)
 }
 
@@ -123,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_skip_what_is_left_out_and_know_their_first_clone() {
+    fn slots_skip_what_is_left_out_and_clones_share_one() {
         let mut schema = Schema::default();
         for (path, dtype, is_float) in [
             ("a", DType::F32, true),
@@ -142,9 +153,9 @@ mod tests {
             slots(&schema, &[0, 1, 2, 3, 0], &[false, true, false, false], &[false, false, false, true, false], |_| {
                 true
             });
-        assert_eq!(slot_of, [Some(0), None, None, Some(1)]);
-        let described: Vec<_> = slots.iter().map(|slot| (slot.path.as_str(), slot.first_clone)).collect();
-        assert_eq!(described, [("a", 0), ("tied", 0)]);
+        let place = |first| Some(Place { slot: 0, first });
+        assert_eq!(slot_of, [place(true), None, None, place(false)]);
+        assert_eq!(slots.iter().map(|slot| slot.path.as_str()).collect::<Vec<_>>(), ["a"]);
         assert!(slots.iter().all(|slot| !slot.sharded), "tied parameters stay whole");
     }
 }

@@ -89,10 +89,10 @@ impl WrapConfig {
     /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks.
     /// 1 by default.
     ///
-    /// The other backwards return no gradients: step the optimizer where `GradientsParams::is_empty` is false. With
-    /// [`Ddp::loader`](crate::Ddp::loader) the last batch of an epoch reduces, too, so that a remainder of fewer than
-    /// `k` micro-batches is a step of its own; with other loaders call
-    /// [`Ddp::sync_gradients`](crate::Ddp::sync_gradients) at the end of an epoch.
+    /// The other backwards return `None`: the optimizer makes no step. With [`Ddp::loader`](crate::Ddp::loader) the
+    /// last batch of an epoch reduces, too, so that a remainder of fewer than `k` micro-batches is a step of its own.
+    /// With other loaders, and with [`Ddp::weighted`](crate::Ddp::weighted), call [`Ddp::flush`](crate::Ddp::flush) at
+    /// the end of an epoch.
     ///
     /// `k` micro-batches cost the communication of one backward, and memory for the sums: one more gradient of each
     /// parameter, in f32 or f64. ([Sharded](Self::with_sharding) parameters are also gathered in each backward.)
@@ -118,8 +118,9 @@ impl WrapConfig {
     ///     let config = WrapConfig::new().with_reduction(GradientReduction::Sum);
     ///     let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
     ///     let x = Tensor::<2>::full([1, 1], 1.0 + ddp.rank() as f64, &device); // 1 and 2
-    ///     let grads = model.forward(x).sum().backward(); // the loss is a sum over items
-    ///     Ok(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>())
+    ///     let loss = model.forward(x).sum(); // over items
+    ///     let grads = ddp.backward(&loss, &model)?.expect("a step");
+    ///     Ok(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>())
     /// })?;
     /// assert_eq!(gradients, [3.0, 3.0]);
     /// # Ok::<(), burn_ddp::Error>(())
@@ -162,7 +163,7 @@ impl WrapConfig {
     ///     let config = WrapConfig::new().with_buffers(BufferPolicy::Broadcast);
     ///     let norm: BatchNorm = ddp.wrap_with(BatchNormConfig::new(1).init(&device), &config)?;
     ///     let x = Tensor::<2>::from_floats([[0.0], [2.0]], &device) + 10.0 * ddp.rank() as f32; // means of 1 and 11
-    ///     norm.forward(x).sum().backward();
+    ///     ddp.backward(&norm.forward(x).sum(), &norm)?;
     ///     Ok(norm.running_mean.value().into_scalar::<f32>())
     /// })?;
     /// assert_eq!(means, [0.1, 0.1]); // a tenth of rank 0's
@@ -240,9 +241,9 @@ impl WrapConfig {
     /// checkpoint and before `wrap`.
     ///
     /// Gradients of local parameters come from this rank's backward alone: a batch of weight 0 (an empty share of a
-    /// step, [`Ddp::set_batch_items`](crate::Ddp::set_batch_items)) trains these parameters in full. Every backward
-    /// returns these gradients, so [`with_accumulation`](Self::with_accumulation) of more than 1 and
-    /// [`Ddp::no_sync`](crate::Ddp::no_sync) are errors, unless no local parameter is trained. The norm over all
+    /// step, [`Ddp::weighted`](crate::Ddp::weighted)) trains these parameters in full. Every backward returns these
+    /// gradients, so [`with_accumulation`](Self::with_accumulation) of more than 1 and
+    /// [`Ddp::accumulate`](crate::Ddp::accumulate) are errors, unless no local parameter is trained. The norm over all
     /// gradients differs between ranks: clip local gradients apart from the others.
     ///
     /// ```
@@ -254,9 +255,9 @@ impl WrapConfig {
     ///     let config = WrapConfig::new().with_local_parameters(["bias"]);
     ///     let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
     ///     let loss = model.forward(Tensor::<2>::ones([1, 1], &device)) * ddp.rank() as f32;
-    ///     let grads = loss.sum().backward();
-    ///     let weight = model.weight.base().grad(&grads).unwrap().into_scalar::<f32>();
-    ///     let bias = model.bias.as_ref().unwrap().base().grad(&grads).unwrap().into_scalar::<f32>();
+    ///     let grads = ddp.backward(&loss.sum(), &model)?.expect("a step");
+    ///     let weight = grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>();
+    ///     let bias = grads.get::<1>(model.bias.as_ref().unwrap().id).unwrap().into_scalar::<f32>();
     ///     Ok((weight, bias))
     /// })?;
     /// assert_eq!(gradients, [(0.5, 0.0), (0.5, 1.0)]);

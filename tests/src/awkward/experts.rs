@@ -36,7 +36,7 @@ pub(super) fn routed_by_data(run: &Run) -> Result<Outcome> {
             let gate = gates.narrow(1, best, 1);
             model.head.forward(model.experts[best].forward(x).tanh() * gate).powf_scalar(2.0).sum()
         });
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -53,7 +53,7 @@ pub(super) fn soft_mixture(run: &Run) -> Result<Outcome> {
             .reduce(|a, b| a + b)
             .expect("there are experts");
         let loss = run.scale(model.head.forward(h).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }

@@ -23,7 +23,7 @@ fn train(run: &Run, model: Vec<Linear>, change: impl Fn(usize, &mut Vec<Linear>)
     for step in 0..6 {
         change(step, &mut model);
         let l = loss(run, &model, step);
-        model = run.step(&mut optim, model, l);
+        model = run.step(&mut optim, model, l)?;
     }
     run.outcome(&model)
 }

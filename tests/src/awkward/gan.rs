@@ -3,7 +3,6 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn_ddp::param_hash;
 
@@ -46,16 +45,16 @@ fn alternate(run: &Run, quiet: bool) -> Result<Outcome> {
         // The generator's graph is cut off here …
         let fake = g.forward(run.batch(step)).detach();
         let loss = discriminator_loss(run, &d, fake, step);
-        d = run.step(&mut d_optim, d, loss);
+        d = run.step(&mut d_optim, d, loss)?;
         // … and reaches through the discriminator here.
         let judge = if quiet { d.clone().no_grad() } else { d.clone() };
         let loss = generator_loss(run, &judge, g.forward(run.batch(step)));
-        g = run.step(&mut g_optim, g, loss);
+        g = run.step(&mut g_optim, g, loss)?;
     }
     Ok(run.outcome(&g)?.and(run.outcome(&d)?))
 }
 
-/// The usual GAN loop: the generator's step also reduces the discriminator's gradients, which no optimizer uses.
+/// The usual GAN loop: the backward of the generator's step drops the gradients of the discriminator.
 pub(super) fn detached_and_attached(run: &Run) -> Result<Outcome> {
     alternate(run, false)
 }
@@ -64,7 +63,7 @@ pub(super) fn discriminator_without_gradient(run: &Run) -> Result<Outcome> {
     alternate(run, true)
 }
 
-/// Both losses in one backward; each model takes its own gradients from the result.
+/// Both losses in one backward, which returns the gradients of each model.
 pub(super) fn one_backward_for_both(run: &Run) -> Result<Outcome> {
     let (g, d) = pair(run);
     let (mut g, mut d) = (run.wrap(g)?, run.wrap(d)?);
@@ -73,9 +72,7 @@ pub(super) fn one_backward_for_both(run: &Run) -> Result<Outcome> {
         let fake = g.forward(run.batch(step));
         let loss =
             discriminator_loss(run, &d, fake.clone().detach(), step) + generator_loss(run, &d.clone().no_grad(), fake);
-        let mut grads = loss.backward();
-        let for_g = GradientsParams::from_module(&mut grads, &g);
-        let for_d = GradientsParams::from_module(&mut grads, &d);
+        let (for_g, for_d) = run.grads_of_both(&loss, (&g, &d))?.expect("averages");
         g = g_optim.step(0.05, g, for_g);
         d = d_optim.step(0.05, d, for_d);
     }
@@ -89,13 +86,13 @@ pub(super) fn wrapped_together(run: &Run) -> Result<Outcome> {
     let (mut g_optim, mut d_optim) = (adam(), sgd());
     for step in 0..5 {
         let fake = both[0].forward(run.batch(step)).detach();
-        let mut grads = discriminator_loss(run, &both[1], fake, step).backward();
+        let loss = discriminator_loss(run, &both[1], fake, step);
+        let grads = run.grads(&loss, &both[1])?.expect("averages");
         let before = param_hash(&both[0])?;
-        let grads = GradientsParams::from_module(&mut grads, &both[1]);
         both[1] = d_optim.step(0.1, both[1].clone(), grads);
         assert_eq!(before, param_hash(&both[0])?);
-        let mut grads = generator_loss(run, &both[1], both[0].forward(run.batch(step))).backward();
-        let grads = GradientsParams::from_module(&mut grads, &both[0]);
+        let loss = generator_loss(run, &both[1], both[0].forward(run.batch(step)));
+        let grads = run.grads(&loss, &both[0])?.expect("averages");
         both[0] = g_optim.step(0.1, both[0].clone(), grads);
     }
     run.outcome(&both)

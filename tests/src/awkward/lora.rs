@@ -27,7 +27,7 @@ fn train(run: &Run, model: Vec<Linear>, used: impl Fn(usize, usize, usize) -> bo
             }
             h.powf_scalar(2.0).sum()
         });
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::optim::GradientsAccumulator;
 use burn::prelude::*;
 
 use super::{Outcome, Run, sgd};
@@ -34,21 +34,21 @@ pub(super) fn one_backward_each(run: &Run) -> Result<Outcome> {
     for step in 0..4 {
         // Both forwards come before the backwards: each backward has the graph of its own reads.
         let losses = [model.loss(run, step, 0), model.loss(run, step, 1)];
-        let [first, second] = losses.map(|loss| GradientsParams::from_grads(loss.backward(), &model));
+        let first = run.grads(&losses[0], &model)?.expect("averages");
+        let second = run.grads(&losses[1], &model)?.expect("averages");
         model = optim.step(0.05, model, first);
         model = optim.step(0.05, model, second);
     }
     run.outcome(&model)
 }
 
-/// Burn's own accumulation: one reduction for each backward.
+/// Burn's own accumulation, which adds averages up: one reduction for each backward.
 pub(super) fn gradients_accumulator(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(TwoHeads::new(&run.device)))?;
     let (mut optim, mut sum) = (sgd(), GradientsAccumulator::new());
     for step in 0..4 {
         for head in [0, 1] {
-            let grads = model.loss(run, step, head).backward();
-            sum.accumulate(&model, GradientsParams::from_grads(grads, &model));
+            sum.accumulate(&model, run.grads(&model.loss(run, step, head), &model)?.expect("averages"));
         }
         model = optim.step(0.05, model, sum.grads());
     }
@@ -60,7 +60,7 @@ pub(super) fn sum_of_losses(run: &Run) -> Result<Outcome> {
     let mut optim = sgd();
     for step in 0..4 {
         let loss = model.loss(run, step, 0) + model.loss(run, step, 1) * 0.25;
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -81,7 +81,7 @@ pub(super) fn two_backwards_over_one_read(run: &Run) -> Result<Outcome> {
         &["already been consumed", "recompute the forward pass"],
     )?;
     // The model still trains.
-    let grads = GradientsParams::from_grads(run.ddp.backward(&model.loss(run, 2, 0), &model)?, &model);
+    let grads = run.ddp.backward(&model.loss(run, 2, 0), &model)?.expect("averages");
     assert_eq!(grads.len(), 4);
     Ok(Outcome::nothing())
 }

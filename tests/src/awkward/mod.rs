@@ -46,8 +46,7 @@ macro_rules! awkward_cases {
                 muon, rms_prop, learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value,
                 lbfgs, lbfgs_with_unused;
             records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device, from_wrapped_to_wrapped,
-                loaded_behind_the_taps_back, from_plain_to_wrapped, from_wrapped_to_plain, unwrap_and_wrap,
-                optimizer_record, a_copy_is_kept_aside;
+                from_plain_to_wrapped, from_wrapped_to_plain, unwrap_and_wrap, optimizer_record, a_copy_is_kept_aside;
             statistics: batch_norm, batch_norm_of_rank_0;
             two_models: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
         }

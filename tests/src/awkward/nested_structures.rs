@@ -22,7 +22,7 @@ fn train<M: Module + 'static>(
     for step in 0..6 {
         let loss =
             run.over_parts(|part| forward(&model, run.x(step, part), (part / 2 + step) % 3).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }

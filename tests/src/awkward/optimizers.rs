@@ -25,7 +25,7 @@ fn train(run: &Run, optim: ModuleOptimizer) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
     let mut optim = run.checked(optim, &model)?;
     for step in 0..6 {
-        let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
+        let grads = run.grads(&loss(run, &model, step), &model)?.expect("averages");
         model = optim.step(0.01, model, grads);
     }
     run.outcome(&model)
@@ -69,27 +69,27 @@ pub(super) fn lion(run: &Run) -> Result<Outcome> {
     train(run, LionConfig::new().init())
 }
 
-/// Ids of the matrices, the only parameters that Muon can train.
-struct Matrices(Vec<burn::module::ParamId>);
+/// Moves gradients from the first to the second, except those of the matrices, the only parameters that Muon can train.
+struct KeepMatrices<'a>(&'a mut GradientsParams, &'a mut GradientsParams);
 
-impl ModuleVisitor for Matrices {
+impl ModuleVisitor for KeepMatrices<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if D == 2 {
-            self.0.push(param.id);
+        if D != 2
+            && let Some(gradient) = self.0.remove::<D>(param.id)
+        {
+            self.1.register(param.id, gradient);
         }
     }
 }
 
 pub(super) fn muon(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
-    let mut matrices = Matrices(Vec::new());
-    model.visit(&mut matrices);
     let mut muon = run.checked(MuonConfig::new().init(), &model)?;
     let mut sgd = run.checked(SgdConfig::new().init(), &model)?;
     for step in 0..6 {
-        let mut grads = loss(run, &model, step).backward();
-        let of_matrices = GradientsParams::from_params(&mut grads, &model, &matrices.0);
-        let others = GradientsParams::from_grads(grads, &model);
+        let mut of_matrices = run.grads(&loss(run, &model, step), &model)?.expect("averages");
+        let mut others = GradientsParams::new();
+        model.visit(&mut KeepMatrices(&mut of_matrices, &mut others));
         model = muon.step(0.01, model, of_matrices);
         model = sgd.step(0.01, model, others);
     }
@@ -105,7 +105,7 @@ pub(super) fn learning_rates_per_group(run: &Run) -> Result<Outcome> {
     let mut optim = AdamConfig::new().init();
     let mut rates = ModuleLrScheduler::from(0.01).with_group(ParamGroup::from_predicate("branches"), 0.05);
     for step in 0..6 {
-        let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
+        let grads = run.grads(&loss(run, &model, step), &model)?.expect("averages");
         model = optim.step(rates.step(), model, grads);
     }
     run.outcome(&model)
@@ -139,7 +139,7 @@ fn with_lbfgs(run: &Run, branch: impl Fn(usize) -> usize) -> Result<Outcome> {
                 (model[branch(part)].forward(h) - 0.5).powf_scalar(2.0).sum()
             });
             let all = run.ddp.mean(loss.clone().into_scalar::<f64>()).expect("no rank fails");
-            (all, GradientsParams::from_grads(loss.backward(), &model))
+            (all, run.grads(&loss, &model).expect("no rank fails").expect("averages"))
         };
         (model, _) = optim.step(1.0, model, closure);
     }

@@ -2,7 +2,6 @@
 
 use anyhow::Result;
 use burn::module::Module;
-use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::WrapConfig;
@@ -24,7 +23,7 @@ fn around(run: &Run, change: impl Fn(Branches) -> Result<Branches>) -> Result<Ou
     let mut optim = adam();
     for step in 0..6 {
         let l = loss(run, &model, step);
-        model = run.step(&mut optim, model, l);
+        model = run.step(&mut optim, model, l)?;
         if step % 2 == 1 {
             model = change(model)?;
         }
@@ -59,43 +58,17 @@ pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
     run.expect_error(train, &["not a leaf", "`fork`"])
 }
 
+/// [`Run::wrap_bare`] with default settings; the oracle stays plain Burn.
+fn wrapped(run: &Run, model: Branches) -> Result<Branches> {
+    if run.is_oracle() { Ok(model) } else { run.wrap_bare(model, WrapConfig::new()) }
+}
+
 /// Loads the record of a wrapped model into another wrapped model, which then has the ids of the record.
-fn replaced(run: &Run, model: Branches) -> Result<Branches> {
-    let other = run.wrap_bare(crate::to_f64(Branches::new(3, &run.device)), WrapConfig::new())?;
-    Ok(other.load_record(model.into_record()))
-}
-
-/// `ddp.backward` notices new ids.
 pub(super) fn from_wrapped_to_wrapped(run: &Run) -> Result<Outcome> {
-    let mut model = run.wrap(plain(run))?;
-    let mut optim = adam();
-    for step in 0..6 {
-        let grads = run.checked_backward(&loss(run, &model, step), &model)?;
-        let grads = GradientsParams::from_grads(grads, &model);
-        model = optim.step(0.1, model, grads);
-        if step % 2 == 1 {
-            model = replaced(run, model)?;
-        }
-    }
-    run.outcome(&model)
-}
-
-/// The plain backward does not notice new ids: averages of unused parameters do not reach the optimizer, which ends the
-/// job.
-pub(super) fn loaded_behind_the_taps_back(run: &Run) -> Result<Outcome> {
-    if run.is_oracle() {
-        return Ok(Outcome::nothing());
-    }
-    let mut model = replaced(run, run.wrap(plain(run))?)?;
-    let mut optim = adam();
-    let train = || {
-        for step in 0..6 {
-            let l = loss(run, &model, step);
-            model = run.step(&mut optim, model.clone(), l);
-        }
-        Ok(())
-    };
-    run.expect_error(train, &["branches.", "missed the optimizer", "`load_record`"])
+    around(run, |model| {
+        let other = wrapped(run, crate::to_f64(Branches::new(3, &run.device)))?;
+        Ok(other.load_record(model.into_record()))
+    })
 }
 
 pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
@@ -106,10 +79,9 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
     model = model.load_record(file.into_record());
     let mut optim = adam();
     for step in 0..4 {
-        // `ddp.backward` notices the new ids.
-        let grads = run.checked_backward(&loss(run, &model, step), &model)?;
-        let grads = GradientsParams::from_grads(grads, &model);
-        model = optim.step(0.1, model, grads);
+        // The gradients have the new ids.
+        let l = loss(run, &model, step);
+        model = run.step(&mut optim, model, l)?;
     }
     run.outcome(&model)
 }
@@ -118,12 +90,12 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
 pub(super) fn from_wrapped_to_plain(run: &Run) -> Result<Outcome> {
     around(run, |model| {
         let plain = Branches::new(3, &run.device).load_record(model.into_record());
-        run.wrap_bare(plain, WrapConfig::new())
+        wrapped(run, plain)
     })
 }
 
 pub(super) fn unwrap_and_wrap(run: &Run) -> Result<Outcome> {
-    around(run, |model| run.wrap_bare(run.ddp.unwrap(model)?, WrapConfig::new()))
+    around(run, |model| if run.is_oracle() { Ok(model) } else { wrapped(run, run.ddp.unwrap(model)?) })
 }
 
 /// Every rank saves its optimizer and loads it again; parameters keep their ids. Burn loads the state as f32.
@@ -133,7 +105,7 @@ pub(super) fn optimizer_record(run: &Run) -> Result<Outcome> {
     let mut optim = adam();
     for step in 0..6 {
         let l = loss(run, &model, step);
-        model = run.step(&mut optim, model, l);
+        model = run.step(&mut optim, model, l)?;
         if step == 2 {
             optim = optim.clone().load_record(optim.to_record());
         }
@@ -148,16 +120,14 @@ pub(super) fn a_copy_is_kept_aside(run: &Run) -> Result<Outcome> {
     let mut optim = adam();
     let mut best = None;
     for step in 0..6 {
-        let grads = loss(run, &model, step).backward();
+        let grads = run.grads(&loss(run, &model, step), &model)?.expect("averages");
         let copy = model.clone();
         let _ = copy.valid().loss(run.batch(step).inner(), 0);
         let _ = copy.clone().into_record();
         let _ = copy.clone().fork(&run.device).no_grad();
         best = Some(copy);
-        let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
     }
-    // The copy still holds averages for an optimizer; `unwrap` removes them.
     let best = run.ddp.unwrap(best.expect("there were steps"))?;
     Ok(run.outcome(&model)?.and(run.outcome(&best)?))
 }

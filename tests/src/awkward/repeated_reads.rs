@@ -36,7 +36,7 @@ fn unrolled(run: &Run, reads: impl Fn(usize) -> usize) -> Result<Outcome> {
     let mut optim = sgd();
     for step in 0..5 {
         let loss = run.scale(model.unroll(run.batch(step), reads(step)));
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -63,7 +63,7 @@ pub(super) fn another_count_on_each_rank(run: &Run) -> Result<Outcome> {
     let mut optim = sgd();
     for step in 0..5 {
         let loss = run.over_parts(|part| model.unroll(run.x(step, part), 1 + (part * 3 + step) % 8));
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -79,7 +79,7 @@ fn lstm(run: &Run, length: usize) -> Result<Outcome> {
         let x = x.unsqueeze_dim::<3>(1).expand([rows, length, columns]);
         let (_, last) = model.forward(x, None);
         let loss = run.scale(last.hidden.powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     Ok(run.outcome(&model)?.within(1e-5))
 }
@@ -105,7 +105,7 @@ pub(super) fn gru(run: &Run) -> Result<Outcome> {
         let [rows, columns] = x.dims();
         let x = x.unsqueeze_dim::<3>(1).expand([rows, 5, columns]);
         let loss = run.scale(model.forward(x, None).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     Ok(run.outcome(&model)?.within(1e-5))
 }

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::{DType, Gradients, TensorData};
+use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -219,15 +219,34 @@ impl Run {
         }
     }
 
-    /// `ddp.backward`, or Burn's own backward in the oracle.
-    pub fn checked_backward<M: Module>(&self, loss: &Tensor<1>, model: &M) -> Result<Gradients> {
-        Ok(if self.is_oracle() { loss.backward() } else { self.ddp.backward(loss, model)? })
+    /// `ddp.backward` for a model of [`Run::wrap`]: the oracle, whose model is not wrapped, has Burn's own gradients.
+    pub fn grads<M: Module>(&self, loss: &Tensor<1>, model: &M) -> Result<Option<GradientsParams>> {
+        Ok(match self.is_oracle() {
+            true => Some(GradientsParams::from_grads(loss.backward(), model)),
+            false => self.ddp.backward(loss, model)?,
+        })
     }
 
-    /// Backward and optimizer step, as a user writes them.
-    pub fn step<M: Module>(&self, optim: &mut DdpOptimizer, model: M, loss: Tensor<1>) -> M {
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        optim.step(0.1, model, grads)
+    /// [`Run::grads`] of one loss for two models.
+    pub fn grads_of_both<A: Module, B: Module>(
+        &self,
+        loss: &Tensor<1>,
+        (a, b): (&A, &B),
+    ) -> Result<Option<(GradientsParams, GradientsParams)>> {
+        if !self.is_oracle() {
+            return Ok(self.ddp.backward(loss, (a, b))?);
+        }
+        let mut grads = loss.backward();
+        let of_a = GradientsParams::from_module(&mut grads, a);
+        Ok(Some((of_a, GradientsParams::from_grads(grads, b))))
+    }
+
+    /// [`Run::grads`] and optimizer step, as a user writes them.
+    pub fn step<M: Module>(&self, optim: &mut DdpOptimizer, model: M, loss: Tensor<1>) -> Result<M> {
+        Ok(match self.grads(&loss, &model)? {
+            Some(grads) => optim.step(0.1, model, grads),
+            None => model,
+        })
     }
 
     /// The outcome of a trained model.
@@ -246,7 +265,10 @@ impl Run {
         let text = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(_)) => anyhow::bail!("this went through, but cannot work"),
             Ok(Err(error)) => format!("{error:#}"),
-            Err(panic) => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
+            Err(panic) => match panic.downcast::<String>() {
+                Ok(text) => *text,
+                Err(panic) => panic.downcast_ref::<&str>().copied().unwrap_or_default().to_owned(),
+            },
         };
         ensure!(words.iter().all(|w| text.contains(w)), "the error does not say {words:?}: {text}");
         Ok(Outcome::nothing())

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use burn::module::Param;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::prelude::*;
 
 use super::{Outcome, Run, sgd};
@@ -30,7 +31,7 @@ pub(super) fn weight_read_twice(run: &Run) -> Result<Outcome> {
         let h = model.middle.forward(x.clone().matmul(model.matrix.val()).tanh());
         let y = h.matmul(model.matrix.val().transpose());
         let loss = run.scale((y - x).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -44,7 +45,7 @@ pub(super) fn one_read_used_twice(run: &Run) -> Result<Outcome> {
         let w = model.matrix.val();
         let h = model.middle.forward(x.clone().matmul(w.clone()).tanh());
         let loss = run.scale((h.matmul(w.transpose()) - x).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -70,7 +71,7 @@ pub(super) fn embedding_tied_to_the_output(run: &Run) -> Result<Outcome> {
             let h = model.middle.forward(model.table.forward(ids)).tanh().squeeze_dim::<2>(0);
             h.matmul(model.table.weight.val().transpose()).powf_scalar(2.0).sum()
         });
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -85,13 +86,13 @@ pub(super) fn layer_in_two_places(run: &Run) -> Result<Outcome> {
         let left = model[0].forward(model[1].forward(x.clone()).tanh());
         let right = model[0].forward(x).tanh();
         let loss = run.scale((left - right).powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
 
-/// Two clones of one `Param`, which share a leaf in Burn until the first optimizer step moves one of them. Each part of
-/// the batch reads one of the two, another one in the next step.
+/// Two clones of one `Param`. Each part of the batch reads one of the two, another one in the next step. burn-ddp adds
+/// their gradients up; Burn's optimizers step the first clone by the sum.
 pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
     let one: Linear = run.fill(LinearConfig::new(6, 6).init(&run.device));
     let mut model = run.wrap(vec![one.clone(), one])?;
@@ -102,7 +103,21 @@ pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
             let y = if part % 3 == 0 { model[1].forward(h) } else { h };
             y.powf_scalar(2.0).sum()
         });
-        model = run.step(&mut optim, model, loss);
+        let grads = match run.is_oracle() {
+            true => of_clones(&loss, &model),
+            false => run.ddp.backward(&loss, &model)?.expect("averages"),
+        };
+        model = optim.step(0.1, model, grads);
     }
     run.outcome(&model)
+}
+
+/// The sum of the gradients of both clones in plain Burn. They share a leaf, whose gradient is that sum, until the
+/// first optimizer step moves one of them.
+fn of_clones(loss: &Tensor<1>, model: &[Linear]) -> GradientsParams {
+    let (mut grads, mut sum) = (loss.backward(), GradientsAccumulator::new());
+    for clone in model {
+        sum.accumulate(clone, GradientsParams::from_module(&mut grads, clone));
+    }
+    sum.grads()
 }

@@ -1,7 +1,6 @@
 //! Two wrapped models in one program.
 
 use anyhow::Result;
-use burn::optim::GradientsParams;
 use burn_ddp::WrapConfig;
 
 use super::unused::Branches;
@@ -16,9 +15,9 @@ pub(super) fn one_after_the_other(run: &Run) -> Result<Outcome> {
     let (mut a_optim, mut b_optim) = (sgd(), adam());
     for step in 0..5 {
         let loss = run.over_parts(|part| a.loss(run.x(step, part), part / 3));
-        a = run.step(&mut a_optim, a, loss);
+        a = run.step(&mut a_optim, a, loss)?;
         let loss = run.over_parts(|part| b.loss(run.x(50 + step, part), 1 - part / 3));
-        b = run.step(&mut b_optim, b, loss);
+        b = run.step(&mut b_optim, b, loss)?;
     }
     Ok(run.outcome(&a)?.and(run.outcome(&b)?))
 }
@@ -31,9 +30,7 @@ pub(super) fn both_in_one_loss(run: &Run) -> Result<Outcome> {
             let h = a.branches[part / 3].forward(a.trunk.forward(run.x(step, part))).tanh();
             b.loss(h, 1 - part / 3)
         });
-        let mut grads = loss.backward();
-        let of_a = GradientsParams::from_module(&mut grads, &a);
-        let of_b = GradientsParams::from_module(&mut grads, &b);
+        let (of_a, of_b) = run.grads_of_both(&loss, (&a, &b))?.expect("averages");
         a = a_optim.step(0.05, a, of_a);
         b = b_optim.step(0.05, b, of_b);
     }
@@ -48,14 +45,15 @@ pub(super) fn with_accumulation(run: &Run) -> Result<Outcome> {
     for step in 0..4 {
         for micro in [0, 1] {
             let loss = run.over_parts(|part| a.loss(run.x(2 * step + micro, part), (part / 3 + micro) % 2));
-            let grads = GradientsParams::from_grads(loss.backward(), &a);
-            anyhow::ensure!(grads.is_empty() == (micro == 0), "gradients come with the last micro-batch");
-            if micro == 1 {
+            // The oracle of this model is wrapped, too.
+            let grads = run.ddp.backward(&loss, &a)?;
+            anyhow::ensure!(grads.is_none() == (micro == 0), "gradients come with the last micro-batch");
+            if let Some(grads) = grads {
                 a = a_optim.step(0.1, a, grads);
             }
         }
         let loss = run.over_parts(|part| b.loss(run.x(50 + step, part), 1 - part / 3));
-        b = run.step(&mut b_optim, b, loss);
+        b = run.step(&mut b_optim, b, loss)?;
     }
     Ok(run.outcome(&a)?.and(run.outcome(&b)?))
 }
@@ -71,7 +69,7 @@ pub(super) fn wrapped_twice(run: &Run) -> Result<Outcome> {
     let mut optim = sgd();
     for step in 0..3 {
         let loss = run.over_parts(|part| a.loss(run.x(step, part), part / 3));
-        a = run.step(&mut optim, a, loss);
+        a = run.step(&mut optim, a, loss)?;
     }
     run.outcome(&a)
 }

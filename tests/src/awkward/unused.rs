@@ -34,7 +34,7 @@ fn train(run: &Run, branch: impl Fn(usize, usize) -> usize) -> Result<Outcome> {
     let mut optim = adam();
     for step in 0..8 {
         let loss = run.over_parts(|part| model.loss(run.x(step, part), branch(step, part)));
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -66,7 +66,7 @@ pub(super) fn forward_without_backward(run: &Run) -> Result<Outcome> {
         }
         let loss = run.over_parts(|part| model.loss(run.x(step, part), part % 2));
         let _ = model.loss(run.batch(79), 0);
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -88,7 +88,7 @@ pub(super) fn graph_dropped_half_way(run: &Run) -> Result<Outcome> {
             model.branches[0].forward(h)
         };
         let loss = run.scale(kept.powf_scalar(2.0).sum());
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }
@@ -100,8 +100,8 @@ pub(super) fn graph_alive_beside(run: &Run) -> Result<Outcome> {
     for step in 0..4 {
         let kept = run.over_parts(|part| model.loss(run.x(step, part), 0));
         let loss = run.over_parts(|part| model.loss(run.x(100 + step, part), part % 2));
-        let late = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
-        let early = burn::optim::GradientsParams::from_grads(kept.backward(), &model);
+        let late = run.grads(&loss, &model)?.expect("averages");
+        let early = run.grads(&kept, &model)?.expect("averages");
         model = optim.step(0.05, model, late);
         model = optim.step(0.05, model, early);
     }
@@ -118,7 +118,7 @@ pub(super) fn checkpointing(run: &Run) -> Result<Outcome> {
             let x = Tensor::from_data(run.x(step, part).into_data(), (&device, run.dtype));
             model.loss(x, (part / 2 + step) % 3)
         });
-        model = run.step(&mut optim, model, loss);
+        model = run.step(&mut optim, model, loss)?;
     }
     run.outcome(&model)
 }

@@ -8,7 +8,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::data::ShardedLoader;
@@ -76,7 +76,7 @@ fn train_in(ddp: &Ddp, directory: &Path, save_at: Option<u64>) -> anyhow::Result
     let begin = TrainingState::of(step, &model, &train, &scheduler)?;
     'steps: for epoch in train.epochs(0..3) {
         for batch in epoch {
-            let grads = GradientsParams::from_grads(model.loss(batch?).backward(), &model);
+            let grads = ddp.backward(&model.loss(batch?), &model)?.expect("averages");
             model = optim.step(scheduler.step(), model, grads);
             step += 1;
             if save_at == Some(step) {

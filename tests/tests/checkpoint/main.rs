@@ -13,7 +13,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::{Normed, rows};
@@ -22,8 +22,7 @@ use burn_ddp_tests::{Normed, rows};
 fn step(ddp: &Ddp, optim: &mut ModuleOptimizer, model: Normed, step: usize) -> anyhow::Result<Normed> {
     let batch = 12 / ddp.world_size();
     let x = rows(step * 12 + ddp.rank() * batch, batch, 6, 1, DType::F32, &ddp.device()?.autodiff());
-    let grads = model.loss(x).backward();
-    let grads = GradientsParams::from_grads(grads, &model);
+    let grads = ddp.backward(&model.loss(x), &model)?.expect("averages");
     Ok(optim.step(0.01, model, grads))
 }
 

@@ -7,7 +7,7 @@ use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamConfig, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -103,12 +103,11 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64, config: &WrapConfig) -> R
             let first_row = (step * ddp.world_size() + ddp.rank()) * torch.batch_per_rank;
             let loss = model.loss(first_row, torch.batch_per_rank, dtype, &device);
             losses.push(loss.clone().into_scalar::<f64>());
-            let grads = ddp.backward(&loss, &model)?;
+            let grads = ddp.backward(&loss, &model)?.context("every backward is a step")?;
             if first_gradients.is_none() {
-                let matrix = |param: &Param<Tensor<2>>| whole(&ddp, param.base().grad(&grads)?).ok();
-                first_gradients = Some(model.as_torch(matrix, |param| param.base().grad(&grads))?);
+                let matrix = |param: &Param<Tensor<2>>| whole(&ddp, grads.get(param.id)?).ok();
+                first_gradients = Some(model.as_torch(matrix, |param| grads.get(param.id))?);
             }
-            let grads = GradientsParams::from_grads(grads, &model);
             model = optim.step(torch.lr, model, grads);
         }
         let hash = param_hash(&model)?;

@@ -164,11 +164,11 @@ fn follow<M: Model>(name: &str) -> Result<()> {
                 |micro| model.loss(At { step, rank: ddp.rank(), micro, world: ddp.world_size(), device: &device });
             let last = case.micro_batches - 1;
             for micro in 0..last {
-                ddp.no_sync(&model, || drop(loss(micro).backward()))?;
+                ddp.accumulate(&loss(micro), &model)?;
             }
             let loss = loss(last);
             losses.push(loss.clone().into_scalar::<f64>());
-            let mut grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let mut grads = ddp.backward(&loss, &model)?.context("the last micro-batch completes the step")?;
             first_gradients.get_or_insert_with(|| as_torch(&model, Some(&grads)));
             if let Some(settings) = &case.adamw {
                 let norm;
@@ -274,10 +274,6 @@ impl<M: Model> ModuleVisitor for AsTorch<'_, M> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Until the optimizer has stepped, the average of a parameter that this rank has not used is visited as `ddp`.
-        if self.path.last().is_some_and(|name| name == "ddp") {
-            return;
-        }
         let count = self.count;
         self.count += 1;
         let value = match self.grads {

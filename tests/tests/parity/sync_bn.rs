@@ -112,9 +112,9 @@ fn layer<const D: usize>(torch: &Layer, world_size: usize, dtype: DType, toleran
         let x = mine(2).require_grad();
         let y = norm.forward(x.clone());
         let loss = (y.clone().powi_scalar(3) * mine(3) / 16.0).sum();
-        let grads = ddp.backward(&loss, &norm)?;
-        let input_gradient = x.grad(&grads).context("x has a gradient")?;
-        let grads = GradientsParams::from_grads(grads, &norm);
+        let (own, grads) = ddp.scope(&norm, || loss.backward())?;
+        let input_gradient = x.grad(&own).context("x has a gradient")?;
+        let grads = grads.context("the backward is a step")?;
         let gradient = |param: &Param<Tensor<1>>| grads.get::<1>(param.id).map(values).context("it has a gradient");
         let inner = &norm.norm;
         let parameters = [gradient(&inner.gamma)?, gradient(&inner.beta)?];
@@ -202,10 +202,9 @@ fn train(torch: &Training, ddp: &Ddp, dtype: DType) -> Result<(Vec<f64>, Named, 
         let labels: Vec<i64> = items.clone().map(|i| ((step * torch.batch + i) * 7 % 3) as i64).collect();
         let labels = Tensor::<1, Int>::from_data(TensorData::new(labels, [items.len()]), &device);
         let loss = CrossEntropyLossConfig::new().init(&device).forward(net.forward(x), labels);
-        ddp.set_batch_items(items.len() as f64)?;
         let mine = loss.clone().into_data().iter::<f64>().sum::<f64>();
         losses.push(ddp.sum(mine * items.len() as f64)? / torch.batch as f64);
-        let grads = GradientsParams::from_grads(ddp.backward(&loss, &net)?, &net);
+        let grads = ddp.weighted(items.len() as f64).backward(&loss, &net)?.context("every backward is a step")?;
         first.get_or_insert_with(|| as_torch(&net, Some(&grads)));
         net = optim.step(torch.lr, net, grads);
     }

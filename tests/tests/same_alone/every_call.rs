@@ -111,6 +111,7 @@ fn data(ddp: &Ddp) -> anyhow::Result<Outcomes> {
             read += weight;
             // A rank without further items gets an earlier one again, with weight 0.
             inputs += batch?.0.mean().into_scalar::<f64>() * weight;
+            ddp.skip_batch()?;
         }
     }
     let position = stream.position()?;
@@ -130,10 +131,10 @@ fn files(ddp: &Ddp, directory: &Path) -> anyhow::Result<Outcomes> {
     let model = ddp.wrap(mlp(ddp, &device))?;
     let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
     let (world, rank) = (ddp.world_size(), ddp.rank());
-    ddp.set_batch_items((ROWS / world) as f64)?;
-    let grads = ddp.backward(&loss(&model, 0, rank, world, &device), &model)?;
-    let weight = ddp.grad(&model.a.weight, &grads).ok_or_else(|| anyhow::anyhow!("no gradient"))?;
-    let grads = clip_grad_value(GradientsParams::from_grads(grads, &model), &model, 0.01)?;
+    let loss = loss(&model, 0, rank, world, &device);
+    let grads = ddp.weighted((ROWS / world) as f64).backward(&loss, &model)?.expect("averages");
+    let weight = grads.get::<2>(model.a.weight.id).ok_or_else(|| anyhow::anyhow!("no gradient"))?;
+    let grads = clip_grad_value(grads, &model, 0.01)?;
     let clipped = grad_norm(&grads, &model)?;
     let checkpoints = ddp.checkpoints(directory)?.keep_last(1).keep_best(1, "loss", Best::Lowest).asynchronous(true);
     let mut model = model;
@@ -159,7 +160,7 @@ fn files(ddp: &Ddp, directory: &Path) -> anyhow::Result<Outcomes> {
     let whole = ddp.unwrap(model)?;
     assert_eq!(param_hash(&whole)?, param_hash(&whole.valid())?);
     Ok(vec![
-        ("grad", numbers(weight)?),
+        ("weighted", numbers(weight)?),
         ("clip_grad_value", vec![clipped]),
         ("list", list),
         ("checkpoints", steps),

@@ -29,17 +29,17 @@ fn loss(model: &Mlp, step: usize, nth: usize, of: usize, device: &Device) -> Ten
     model.loss(data(6, 1), data(3, 2))
 }
 
-/// The values after training with `step`, which returns the gradients of a step.
+/// The values after training with `step`, which returns the averages of a step.
 fn train(
     ddp: &Ddp,
     config: &WrapConfig,
-    mut step: impl FnMut(&Mlp, usize, &Device) -> Result<GradientsParams>,
+    mut step: impl FnMut(&Mlp, usize, &Device) -> Result<Option<GradientsParams>>,
 ) -> anyhow::Result<Vec<Vec<f64>>> {
     let device = ddp.device()?.autodiff();
     let mut model = ddp.wrap_with(mlp(ddp, &device), config)?;
     let mut optim = SgdConfig::new().init();
     for nth in 0..STEPS {
-        let grads = step(&model, nth, &device)?;
+        let grads = step(&model, nth, &device)?.expect("averages");
         model = optim.step(0.1, model, grads);
     }
     ddp.check_replicas(&model)?;
@@ -66,57 +66,50 @@ fn oracle() -> Vec<Vec<f64>> {
 #[test]
 fn micro_batches_are_one_big_batch() {
     let whole = oracle();
-    let of = |grads, model: &Mlp| GradientsParams::from_grads(grads, model);
     for world in [1, 2, 3] {
         let own = |ddp: &Ddp| (0..6 / world).map(|nth| ddp.rank() * 6 / world + nth).collect::<Vec<_>>();
         let ways = Ddp::spawn(world, |ddp| {
             let micros = own(&ddp);
             let (last, first) = micros.split_last().unwrap();
             let plain = WrapConfig::new();
-            let no_sync = train(&ddp, &plain, |model, step, device| {
-                for micro in first {
-                    let held = ddp.no_sync(model, || loss(model, step, *micro, 6, device).backward())?;
-                    assert!(GradientsParams::from_grads(held, model).is_empty());
-                }
-                Ok(of(ddp.backward(&loss(model, step, *last, 6, device), model)?, model))
+            let accumulated = train(&ddp, &plain, |model, step, device| {
+                first.iter().try_for_each(|micro| ddp.accumulate(&loss(model, step, *micro, 6, device), model))?;
+                ddp.backward(&loss(model, step, *last, 6, device), model)
             })?;
-            // Forwards outside, one `no_sync` around two backwards.
-            let outside = train(&ddp, &plain, |model, step, device| {
-                let losses: Vec<_> = first.iter().map(|micro| loss(model, step, *micro, 6, device)).collect();
-                ddp.no_sync(model, || losses.iter().for_each(|loss| drop(loss.backward())))?;
-                Ok(of(loss(model, step, *last, 6, device).backward(), model))
+            // All forwards before the first backward.
+            let scoped = train(&ddp, &plain, |model, step, device| {
+                let losses: Vec<_> = micros.iter().map(|micro| loss(model, step, *micro, 6, device)).collect();
+                let (last, first) = losses.split_last().unwrap();
+                first.iter().try_for_each(|loss| ddp.accumulate(loss, model))?;
+                Ok(ddp.scope(model, || drop(last.backward()))?.1)
             })?;
-            let synced = train(&ddp, &plain, |model, step, device| {
-                ddp.no_sync(model, || micros.iter().for_each(|m| drop(loss(model, step, *m, 6, device).backward())))?;
-                ddp.sync_gradients(model)
+            let flushed = train(&ddp, &plain, |model, step, device| {
+                micros.iter().try_for_each(|micro| ddp.accumulate(&loss(model, step, *micro, 6, device), model))?;
+                ddp.flush(model)
             })?;
             let counted = WrapConfig::new().with_accumulation(micros.len());
             let counted = train(&ddp, &counted, |model, step, device| {
-                let grads = micros.iter().map(|micro| of(loss(model, step, *micro, 6, device).backward(), model));
-                let mut grads: Vec<_> = grads.collect();
-                assert!(grads.iter().rev().skip(1).all(GradientsParams::is_empty));
-                Ok(grads.remove(micros.len() - 1))
+                for micro in first {
+                    assert!(ddp.backward(&loss(model, step, *micro, 6, device), model)?.is_none());
+                }
+                ddp.backward(&loss(model, step, *last, 6, device), model)
             })?;
-            // Micro-batches of unequal sizes, which are set as weights; accumulated gradients from before are
-            // discarded.
+            // Micro-batches of unequal sizes, which are their weights.
             let weighted = train(&ddp, &plain, |model, step, device| {
-                ddp.no_sync(model, || drop((loss(model, step, 0, 1, device) * 100.0).backward()))?;
-                ddp.discard_accumulated(model);
                 let mut start = ddp.rank() * ROWS / world;
                 let end = start + ROWS / world;
                 while start < end {
                     let items = if start.is_multiple_of(4) { 1 } else { 3 }.min(end - start);
                     let data = |columns, salt| rows(step * ROWS + start, items, columns, salt, DType::F64, device);
-                    ddp.set_batch_items(items as f64)?;
-                    ddp.no_sync(model, || drop(model.loss(data(6, 1), data(3, 2)).backward()))?;
+                    ddp.weighted(items as f64).accumulate(&model.loss(data(6, 1), data(3, 2)), model)?;
                     start += items;
                 }
-                ddp.sync_gradients(model)
+                ddp.flush(model)
             })?;
-            Ok([no_sync, outside, synced, counted, weighted])
+            Ok([accumulated, scoped, flushed, counted, weighted])
         });
         for (rank, ways) in ways.unwrap().into_iter().enumerate() {
-            for (way, values) in ["no_sync", "outside", "synced", "counted", "weighted"].iter().zip(ways) {
+            for (way, values) in ["accumulated", "scoped", "flushed", "counted", "weighted"].iter().zip(ways) {
                 let d = distance(&values, &whole);
                 assert!(d <= 1e-12, "{way} on rank {rank} of {world}: {d:e}");
             }
@@ -162,9 +155,6 @@ fn program(ddp: Ddp, directory: &std::path::Path) -> anyhow::Result<(Outcome, Ve
 
     // Mistakes have the same errors in a world of 1.
     note(ddp.wrap(model.clone()).err());
-    note(ddp.no_sync(&plain, || ()).err());
-    note(ddp.sync_gradients(&plain).err());
-    note(ddp.set_batch_items(-1.0).err());
     note(ddp.save(&plain, "s3://bucket/model").err());
     note(ddp.save_safetensors(&plain, "s3://bucket/model").err());
     note(ddp.telemetry().tensorboard("s3://bucket/curves").err());
@@ -180,7 +170,7 @@ fn program(ddp: Ddp, directory: &std::path::Path) -> anyhow::Result<(Outcome, Ve
     for epoch in train.epochs(0..2) {
         for batch in epoch {
             let (x, y) = batch?;
-            let grads = GradientsParams::from_grads(ddp.backward(&model.loss(x, y), &model)?, &model);
+            let grads = ddp.backward(&model.loss(x, y), &model)?.expect("averages");
             assert!(grad_norm(&grads, &model)?.is_finite());
             let (grads, _) = clip_grad_norm(grads, &model, 0.5)?;
             model = optim.step(0.01, model, grads);
@@ -258,20 +248,53 @@ fn a_program_that_calls_what_trainings_call_has_the_same_outcome() {
     }
 }
 
-/// Mistakes that are found only by looking at the gradients.
+/// A mistake in a call, given a model that is not wrapped and a wrapped one. Returns what it is told.
+type Mistake = fn(&Ddp, &Linear, &Linear) -> Option<String>;
+
+/// A mistake in a backward ends the job, so each has a job of its own.
 #[test]
-fn gradients_that_go_past_the_taps_are_errors_alone_too() {
+fn mistakes_in_a_backward_are_errors_alone_too() {
+    fn said<T>(result: Result<T>) -> Option<String> {
+        result.err().map(|error| error.to_string())
+    }
+    fn x() -> Tensor<2> {
+        Tensor::ones([1, 2], &burn_ddp_tests::device().autodiff())
+    }
+    fn loss(model: &Linear) -> Tensor<1> {
+        model.forward(x()).sum()
+    }
+    let not_wrapped = "not wrapped";
+    let mistakes: [(&str, Mistake); 8] = [
+        (not_wrapped, |ddp, plain, _| said(ddp.backward(&loss(plain), plain))),
+        (not_wrapped, |ddp, plain, _| said(ddp.accumulate(&loss(plain), plain))),
+        (not_wrapped, |ddp, plain, _| said(ddp.scope(plain, || drop(loss(plain).backward())))),
+        (not_wrapped, |ddp, plain, _| said(ddp.flush(plain))),
+        ("got -1", |ddp, _, model| said(ddp.weighted(-1.0).backward(&loss(model), model))),
+        ("depends on no parameter", |ddp, plain, model| said(ddp.backward(&loss(plain), model))),
+        ("weight was read past its tap", |ddp, _, model| {
+            said(ddp.backward(&(x().matmul(model.weight.base()).sum() + loss(model)), model))
+        }),
+        ("call `ddp.backward(&loss, &model)?`", |_, _, model| {
+            let burns_own = std::panic::AssertUnwindSafe(|| drop(loss(model).backward()));
+            let panic = std::panic::catch_unwind(burns_own).err()?;
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+            text.or_else(|| panic.downcast_ref::<String>().cloned())
+        }),
+    ];
     for world in [1, 2] {
-        let errors = Ddp::spawn(world, |ddp| {
-            let device = ddp.device()?.autodiff();
-            let linear = || -> Linear { LinearConfig::new(2, 2).init(&device) };
-            let model = ddp.wrap(linear())?;
-            let x = Tensor::<2>::ones([1, 2], &device);
-            let past = x.clone().matmul(model.weight.base()).sum() + model.forward(x.clone()).sum();
-            Ok(ddp.backward(&past, &model).map(drop).unwrap_err().to_string())
-        });
-        for error in errors.unwrap() {
-            assert!(error.contains("weight was read past its tap"), "{error}");
+        for (text, mistake) in mistakes {
+            let errors = Ddp::spawn(world, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let linear = || -> Linear { LinearConfig::new(2, 2).init(&device) };
+                // If the other rank makes the mistake first, this rank may get the error from `wrap`.
+                Ok(match ddp.wrap(linear()) {
+                    Ok(model) => mistake(&ddp, &linear(), &model).unwrap_or_default(),
+                    Err(error) => error.to_string(),
+                })
+            });
+            for error in errors.unwrap() {
+                assert!(error.contains(text), "{text:?} in a world of {world}: {error}");
+            }
         }
     }
 }

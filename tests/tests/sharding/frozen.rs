@@ -13,7 +13,7 @@ fn frozen(ddp: &Ddp, device: &Device) -> Gpt {
 
 fn stepped(ddp: &Ddp, model: Gpt, optim: &mut DdpOptimizer, step: usize) -> anyhow::Result<Gpt> {
     let loss = model.loss(tokens(ddp.rank(), step, &ddp.device()?.autodiff()));
-    let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+    let grads = ddp.backward(&loss, &model)?.expect("averages");
     Ok(optim.step(0.01, model, grads))
 }
 

@@ -93,10 +93,8 @@ fn train(ddp: &Ddp, config: &WrapConfig, optim: ModuleOptimizer, steps: usize) -
     let mut optim = ddp.optimizer(optim, &model)?;
     for step in 0..steps {
         let loss = model.loss(tokens(ddp.rank(), step, &device));
-        let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
-        if !grads.is_empty() {
-            model = optim.step(0.01, model, grads);
-        }
+        let grads = ddp.backward(&loss, &model)?.expect("averages");
+        model = optim.step(0.01, model, grads);
     }
     Ok((model, optim))
 }
@@ -131,7 +129,7 @@ fn a_transformer_of_burn_s_trains_and_its_parts_are_compared_and_broadcast() {
             for step in 0..3 {
                 let x = Tensor::<1, Int>::arange(0..32, &device).float().add_scalar((ddp.rank() + step) as f32);
                 let loss = model.encoder.forward(TransformerEncoderInput::new(x.sin().reshape([2, 2, 8])));
-                let grads = GradientsParams::from_grads(ddp.backward(&loss.powf_scalar(2.0).mean(), &model)?, &model);
+                let grads = ddp.backward(&loss.powf_scalar(2.0).mean(), &model)?.expect("averages");
                 model = optim.step(0.01, model, grads);
             }
             // A part of the wrapped model: its parameters have shorter paths.
@@ -172,11 +170,11 @@ fn weights_sums_and_micro_batches_have_the_bits_of_unsharded_training() {
                 let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
                 for step in 0..8 {
                     // Uneven weights, one of them 0.
-                    ddp.set_batch_items([(1 + step % 3) as f64, 2.0, ((step + 1) % 2) as f64][ddp.rank()])?;
-                    let backward = || model.loss(tokens(ddp.rank(), step, &device)).backward();
-                    let grads = if step == 5 { ddp.no_sync(&model, backward)? } else { backward() };
-                    let grads = GradientsParams::from_grads(grads, &model);
-                    if !grads.is_empty() {
+                    let weighted = ddp.weighted([(1 + step % 3) as f64, 2.0, ((step + 1) % 2) as f64][ddp.rank()]);
+                    let loss = model.loss(tokens(ddp.rank(), step, &device));
+                    if step == 5 {
+                        weighted.accumulate(&loss, &model)?;
+                    } else if let Some(grads) = weighted.backward(&loss, &model)? {
                         model = optim.step(0.01, model, grads);
                     }
                 }
@@ -268,7 +266,7 @@ fn what_sharding_does_not_allow_is_refused_by_name() {
             let mut optim = AdamConfig::new().init();
             let join = ddp.join(&mut model.clone(), &mut optim).unwrap_err().to_string();
             anyhow::ensure!(join.contains("`join` with sharded parameters"), "{join}");
-            anyhow::ensure!(join.contains("ddp.set_batch_items(0.0)"), "{join}");
+            anyhow::ensure!(join.contains("ddp.weighted(0.0)"), "{join}");
             let broadcast = ddp.broadcast_optimizer_state(&mut optim, model, 0).unwrap_err().to_string();
             anyhow::ensure!(broadcast.contains("`checkpoint.optimizer`"), "{broadcast}");
             model.clone().into_record().into_bytes()?;
@@ -342,8 +340,11 @@ fn same_as_unsharded(config: &WrapConfig, train: impl Fn(&Ddp, Two, &mut DdpOpti
     }
 }
 
-fn stepped(optim: &mut DdpOptimizer, model: Two, grads: GradientsParams) -> Two {
-    if grads.is_empty() { model } else { optim.step(0.1, model, grads) }
+fn stepped(optim: &mut DdpOptimizer, model: Two, grads: Option<GradientsParams>) -> Two {
+    match grads {
+        Some(grads) => optim.step(0.1, model, grads),
+        None => model,
+    }
 }
 
 #[test]
@@ -352,11 +353,11 @@ fn a_parameter_that_no_rank_used_is_not_stepped() {
         // Micro-batches that use `b`: both of the first step, the first of the second, and none of the last.
         for (step, uses_b) in [true, true, true, false, false].into_iter().enumerate() {
             let grads = ddp.backward(&model.loss(ddp, step, uses_b), &model)?;
-            model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
+            model = stepped(optim, model, grads);
         }
-        let grads = ddp.sync_gradients(&model)?;
+        let grads = ddp.flush(&model)?.expect("a micro-batch is held");
         anyhow::ensure!(grads.get::<2>(model.a.weight.id).is_some() && grads.get::<2>(model.b.weight.id).is_none());
-        Ok(stepped(optim, model, grads))
+        Ok(stepped(optim, model, Some(grads)))
     });
 }
 
@@ -366,9 +367,8 @@ fn a_parameter_that_only_batches_of_weight_0_used_is_not_stepped() {
         for step in 0..4 {
             // The last step has a micro-batch of weight 0, the only one that uses `b`.
             let (weight, uses_b) = [(1.0, true), (2.0, true), (0.0, true), (1.0, false)][step];
-            ddp.set_batch_items(weight)?;
-            let grads = model.loss(ddp, step, uses_b).backward();
-            model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
+            let grads = ddp.weighted(weight).backward(&model.loss(ddp, step, uses_b), &model)?;
+            model = stepped(optim, model, grads);
         }
         Ok(model)
     });
@@ -379,10 +379,10 @@ fn forwards_without_a_backward_do_not_part_the_ranks() {
     same_as_unsharded(&WrapConfig::new(), |ddp, mut model, optim| {
         let mut kept = None;
         for step in 0..30 {
-            let grads = GradientsParams::from_grads(model.loss(ddp, step, true).backward(), &model);
+            let grads = ddp.backward(&model.loss(ddp, step, true), &model)?;
             // A forward without a backward, as for logging: on rank 0 its graph outlives the next backward.
             let logged = model.loss(ddp, step + 1, true);
-            model = stepped(optim, model.clone(), grads);
+            model = stepped(optim, model, grads);
             kept = (ddp.rank() == 0).then_some(logged);
             // On other ranks, later backwards of any thread make Burn remove the graph.
             for _ in 0..if ddp.rank() > 0 { 20 } else { 0 } {
@@ -401,7 +401,8 @@ fn a_generator_s_detached_forward_does_not_part_the_ranks() {
         for step in 0..50 {
             let generated = model.loss(ddp, step, true).detach();
             let loss = model.loss(ddp, step + 1, true) + generated;
-            model = stepped(optim, model.clone(), GradientsParams::from_grads(loss.backward(), &model));
+            let grads = ddp.backward(&loss, &model)?;
+            model = stepped(optim, model, grads);
         }
         Ok(model)
     });
@@ -461,8 +462,8 @@ fn unwrapping_a_copy_leaves_the_micro_batches_of_the_model() {
             let mut model = ddp.wrap_with(Two::new(&ddp.device()?.autodiff()), &config.clone().with_accumulation(2))?;
             let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
             for step in 0..4 {
-                let grads = GradientsParams::from_grads(model.loss(&ddp, step, true).backward(), &model);
-                anyhow::ensure!(grads.is_empty() == (step % 2 == 0), "two micro-batches to a step");
+                let grads = ddp.backward(&model.loss(&ddp, step, true), &model)?;
+                anyhow::ensure!(grads.is_none() == (step % 2 == 0), "two micro-batches to a step");
                 model = stepped(&mut optim, model, grads);
                 if unwraps {
                     drop(ddp.unwrap(model.clone())?);
@@ -529,8 +530,8 @@ fn gradients_are_clipped_by_the_norm_over_all_parts() {
                 let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
                 let mut norms = Vec::new();
                 for step in 0..4 {
-                    let grads = model.loss(tokens(ddp.rank(), step, &device)).backward();
-                    let grads = GradientsParams::from_grads(grads, &model);
+                    let loss = model.loss(tokens(ddp.rank(), step, &device));
+                    let grads = ddp.backward(&loss, &model)?.expect("averages");
                     let (grads, norm) = burn_ddp::clip_grad_norm(grads, &model, 0.5)?;
                     let clipped = burn_ddp::grad_norm(&grads, &model)?;
                     anyhow::ensure!(norm > 0.5 && (clipped - 0.5).abs() < 1e-5, "{norm}, then {clipped}");

@@ -14,9 +14,8 @@ fn train(
         let mut model = ddp.wrap_with(Two::new(&device), &sharded())?;
         let mut optim = ddp.optimizer(AdamWConfig::new().init(), &model)?;
         for number in 0..4 {
-            let mut grads = ddp.backward(&model.loss(&ddp, number, true), &model)?;
-            let of_a = GradientsParams::from_module(&mut grads, &model.a);
-            let of_b = GradientsParams::from_module(&mut grads, &model.b);
+            let loss = model.loss(&ddp, number, true);
+            let (of_a, of_b) = ddp.backward(&loss, (&model.a, &model.b))?.expect("averages");
             model = step(&ddp, &mut optim, model, of_a, of_b);
         }
         ddp.check_replicas(&model)?;
@@ -120,7 +119,7 @@ fn optimizers_are_checked_with_the_shapes_of_the_parameters() {
             let mut model: Linear = ddp.wrap_with(model, &sharded())?;
             let mut optim = ddp.optimizer(burn::optim::ModuleOptimizer::from(OfWidth(7)), &model)?;
             let loss = model.forward(Tensor::<2>::ones([1, 5], &device)).sum();
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(0.1, model, grads);
             Ok(ddp.check_replicas(&model)?)
         })

@@ -28,8 +28,7 @@ fn losses_around_a_load(config: &WrapConfig) -> Vec<([f32; 4], String)> {
         let mut model = ddp.wrap_with(Tied::new(&trains), config)?;
         let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
         let mut step = |model: Tied| -> anyhow::Result<Tied> {
-            let grads = ddp.backward(&model.loss(&trains), &model)?;
-            let grads = GradientsParams::from_grads(grads, &model);
+            let grads = ddp.backward(&model.loss(&trains), &model)?.expect("averages");
             Ok(optim.step(0.5, model, grads))
         };
         let loss = |model: &Tied| model.valid().loss(&evaluates).into_scalar::<f32>();
@@ -77,7 +76,7 @@ fn a_copy_that_another_checkpoint_is_loaded_into_is_read_by_itself() {
                 }
                 let loss = model.loss(&trains);
                 losses.push(loss.clone().into_scalar::<f32>());
-                let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+                let grads = ddp.backward(&loss, &model)?.expect("averages");
                 model = optim.step(0.1, model, grads);
             }
             Ok((losses, param_hash(&model)?))
@@ -94,7 +93,7 @@ fn evaluations_hold_nothing() {
         let mut model = ddp.wrap_with(Tied::new(&device), &sharded())?;
         let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
         for _ in 0..2 {
-            let grads = GradientsParams::from_grads(ddp.backward(&model.loss(&device), &model)?, &model);
+            let grads = ddp.backward(&model.loss(&device), &model)?.expect("averages");
             model = optim.step(0.5, model, grads);
         }
         let of_evaluation = || -> anyhow::Result<u64> {

@@ -11,9 +11,9 @@ fn batches_of_weight_0_are_the_join_of_whole_parameters() {
             let mut model = ddp.wrap(Gpt::new(&device, 0))?;
             let mut optim = AdamConfig::new().init();
             for step in 0..2 + ddp.rank() {
-                ddp.set_batch_items((ddp.rank() + 1) as f64)?;
-                let grads = ddp.backward(&model.loss(tokens(ddp.rank(), step, &device)), &model)?;
-                let grads = GradientsParams::from_grads(grads, &model);
+                let weighted = ddp.weighted((ddp.rank() + 1) as f64);
+                let loss = model.loss(tokens(ddp.rank(), step, &device));
+                let grads = weighted.backward(&loss, &model)?.expect("averages");
                 model = optim.step(0.01, model, grads);
             }
             ddp.join(&mut model, &mut optim)?;
@@ -28,9 +28,9 @@ fn batches_of_weight_0_are_the_join_of_whole_parameters() {
                 if ddp.sum(f64::from(u8::from(has_data)))? == 0.0 {
                     break;
                 }
-                ddp.set_batch_items(if has_data { (ddp.rank() + 1) as f64 } else { 0.0 })?;
-                let grads = ddp.backward(&model.loss(tokens(ddp.rank(), step, &device)), &model)?;
-                let grads = GradientsParams::from_grads(grads, &model);
+                let weighted = ddp.weighted(if has_data { (ddp.rank() + 1) as f64 } else { 0.0 });
+                let loss = model.loss(tokens(ddp.rank(), step, &device));
+                let grads = weighted.backward(&loss, &model)?.expect("averages");
                 model = optim.step(0.01, model, grads);
             }
             Ok(without_statistics(&ddp.unwrap(model)?))

@@ -3,7 +3,7 @@
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, InMemDataset};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn::tensor::TensorData;
 
@@ -62,8 +62,7 @@ mod program {
 
         for epoch in train.epochs(0..10) {
             for batch in epoch {
-                let grads = model.loss(batch?).backward();
-                let grads = GradientsParams::from_grads(grads, &model);
+                let Some(grads) = ddp.backward(&model.loss(batch?), &model)? else { continue };
                 model = optim.step(1e-3, model, grads);
             }
         }

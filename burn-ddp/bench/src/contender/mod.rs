@@ -76,7 +76,7 @@ pub(crate) enum Side {
     Plain,
     /// Each rank trains by itself; the ranks meet at a bare barrier after each step.
     Barrier,
-    /// Like `Barrier`, with each parameter read through two autodiff nodes that do nothing: the least that intercepting
+    /// Like `Barrier`, with each parameter read through an autodiff node that does nothing: the least that intercepting
     /// its gradient costs. Only [`Model::Tensors`], with Burn.
     Nodes,
     /// Data-parallel by `Ddp::wrap`, or by torch's `DistributedDataParallel`.

@@ -69,15 +69,15 @@ impl Tensors {
 
     /// Loss for which every element of every gradient is `factor`.
     fn loss(&self, side: Side, factor: f32) -> Tensor<1> {
-        let read = |param: &Param<Tensor<1>>| match side {
+        let sum = |param: &Param<Tensor<1>>| match side {
             Side::Nodes => {
                 let value = param.val();
                 let len = value.dims()[0];
-                value.reshape([1, len]).reshape([len])
+                value.reshape([1, len]).sum()
             }
-            _ => param.val(),
+            _ => param.val().sum(),
         };
-        let sums: Vec<Tensor<1>> = self.params.iter().map(|param| read(param).sum()).collect();
+        let sums: Vec<Tensor<1>> = self.params.iter().map(sum).collect();
         Tensor::cat(sums, 0).sum().mul_scalar(factor)
     }
 }
@@ -137,6 +137,16 @@ impl TrainRank {
         Ok(self.ddp.wrap_with(model, &config)?)
     }
 
+    /// Gradients of `loss`: of this rank alone, or averaged if `model` is wrapped.
+    fn backward<M: Module>(&self, loss: &Tensor<1>, model: &M) -> Result<GradientsParams> {
+        match self.side {
+            Side::Wrapped | Side::Sharded => {
+                self.ddp.backward(loss, model)?.context("without accumulation each backward is a step")
+            }
+            Side::Plain | Side::Barrier | Side::Nodes => Ok(GradientsParams::from_grads(loss.backward(), model)),
+        }
+    }
+
     /// Factor of this rank's loss of [`Tensors`].
     fn factor(&self) -> f32 {
         (self.ddp.rank() + 1) as f32
@@ -193,7 +203,7 @@ impl Workload for TrainRank {
         let (trainee, seen) = match trainee {
             Trainee::Tensors(model, last) => {
                 drop(last);
-                let grads = GradientsParams::from_grads(model.loss(self.side, factor).backward(), &model);
+                let grads = self.backward(&model.loss(self.side, factor), &model)?;
                 let first = model.params.first().and_then(|param| grads.get::<1>(param.id));
                 let seen = first.map_or(f32::NAN, |grad| grad.narrow(0, 0, 1).into_scalar::<f32>());
                 (Trainee::Tensors(model, Some(grads)), seen)
@@ -202,7 +212,7 @@ impl Workload for TrainRank {
                 let (model, mut optim, images, labels) = *cnn;
                 let loss = model.loss(images.clone(), labels.clone());
                 let seen = loss.clone().into_scalar::<f32>();
-                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let grads = self.backward(&loss, &model)?;
                 let model = optim.step(LEARNING_RATE, model, grads);
                 (Trainee::Cnn(Box::new((model, optim, images, labels))), seen)
             }
@@ -211,14 +221,14 @@ impl Workload for TrainRank {
                 let y = model.iter().fold(x.clone(), |h, layer| layer.forward(h));
                 let loss = y.powf_scalar(2.0).mean();
                 let seen = loss.clone().into_scalar::<f32>();
-                drop(GradientsParams::from_grads(loss.backward(), &model));
+                drop(self.backward(&loss, &model)?);
                 (Trainee::Mlp(Box::new((model, x))), seen)
             }
             Trainee::Transformer(transformer) => {
                 let (model, mut optim, items) = *transformer;
                 let loss = model.loss(items, self.ddp.rank(), &self.device);
                 let seen = loss.clone().into_scalar::<f32>();
-                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let grads = self.backward(&loss, &model)?;
                 let model = optim.step(LEARNING_RATE, model, grads);
                 (Trainee::Transformer(Box::new((model, optim, items))), seen)
             }

@@ -13,7 +13,7 @@ pub(super) struct Pair<'a> {
     pub(super) wrapped: &'a Timing,
     /// The step without data parallelism.
     pub(super) base: &'a Timing,
-    /// The base with two autodiff nodes per parameter that do nothing.
+    /// The base with an autodiff node per parameter that does nothing.
     nodes: Option<&'a Timing>,
     /// The wrapped step over the same engine with the reducer's default bucket size.
     own_buckets: Option<&'a Timing>,
@@ -176,13 +176,13 @@ pub(super) fn table(model: Model, points: &[Point]) -> Table {
         ("share", |point, _| format!("{:.1} %", point.added_percent)),
     ]);
     if points.iter().any(|point| point.beyond_nodes_us.is_some()) {
-        columns.push(("beyond two nodes", |point, _| point.beyond_nodes_us.map_or(String::new(), time_us)));
+        columns.push(("beyond a node", |point, _| point.beyond_nodes_us.map_or(String::new(), time_us)));
     }
     if points.iter().any(|point| point.count != points[0].count) {
         columns.extend::<[Column; 3]>([
             ("of fewest's step", |point, points| ratio(point.beside_fewest(points).growth)),
             ("added ns a tensor more", |point, points| format!("{:.0}", point.beside_fewest(points).marginal_ns)),
-            ("ns beyond two nodes", |point, points| {
+            ("ns beyond a node", |point, points| {
                 point.beside_fewest(points).own_marginal_ns.map_or(String::new(), |ns| format!("{ns:.0}"))
             }),
         ]);

@@ -30,7 +30,7 @@ fn warnings<D: Dataset<usize> + 'static>(dataset: impl Fn() -> D + Sync) -> Vec<
             let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
             for batch in ddp.loader(Keep).batch_size(1).build(dataset())?.iter().take(8) {
                 let x = Tensor::<2>::from_floats([[batch?[0] as f32]], &device);
-                model.forward(x).sum().backward();
+                ddp.backward(&model.forward(x).sum(), &model)?;
             }
             anyhow::Ok(())
         })?;

@@ -16,6 +16,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::tensor::Device;
 
+use crate::batch_weight::Batch;
 use crate::{Ddp, WorldOptions};
 
 /// A batch is the list of its items.
@@ -55,4 +56,11 @@ impl Dataset<usize> for Flaky {
 fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
     let options = WorldOptions { timeout: Duration::from_secs(60), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, f).unwrap()
+}
+
+/// The batch that a call of `ddp.backward` would have now.
+fn batch_of_call(ddp: &Ddp) -> crate::Result<Batch> {
+    let batch = ddp.state().begin_backward(None);
+    ddp.state().batch_weight.end_call();
+    batch
 }

@@ -48,7 +48,7 @@ fn run(
             let number = epoch.number();
             for batch in epoch {
                 let batch = batch?;
-                read.push((number, batch, ddp.state().batch_weight.take()?.items));
+                read.push((number, batch, batch_of_call(&ddp)?.items));
                 ddp.barrier()?;
                 if read.len() == run.steps {
                     break 'steps;
@@ -265,18 +265,18 @@ fn ranks_without_an_item_count_nothing() {
             let batch = train.iter().next().unwrap()?;
             let x: Vec<f32> = batch.iter().map(|item| *item as f32).collect();
             let x = Tensor::<1>::from_floats(x.as_slice(), &device).unsqueeze_dim::<2>(1);
-            let mut gradient = None;
+            let items = train.plan().after(8).share(0, ddp.rank()).len() as f64;
+            let mut grads = None;
             for _ in 0..accumulation {
-                if accumulation > 1 {
-                    // The last batch of an epoch would be a step of its own.
-                    ddp.set_batch_items(train.plan().after(8).share(0, ddp.rank()).len() as f64)?;
-                }
                 let y = model.forward(x.clone());
                 let loss = if reduction == GradientReduction::Mean { y.mean() } else { y.sum() };
-                let grads = ddp.backward(&loss, &model)?;
-                gradient = model.weight.base().grad(&grads).map(|g| g.into_scalar::<f32>());
+                grads = match accumulation {
+                    1 => ddp.backward(&loss, &model)?,
+                    // Without the weight, the last batch of an epoch would be a step of its own.
+                    _ => ddp.weighted(items).backward(&loss, &model)?,
+                };
             }
-            Ok(gradient.unwrap())
+            Ok(grads.unwrap().get::<2>(model.weight.id).unwrap().into_scalar::<f32>())
         });
         let expected = match reduction {
             GradientReduction::Mean => 8.5,

@@ -54,7 +54,7 @@ fn read(ddp: &Ddp, loader: &StreamLoader<usize, Vec<usize>>, epoch: usize, steps
         // The item that a rank repeats with weight 0 need not be the same.
         let weight = ddp.batch_items();
         read.push((if weight > 0.0 { batch } else { Vec::new() }, weight));
-        assert_eq!(ddp.state().begin_backward()?.last, epoch.ahead_is_none(), "the last step is known");
+        assert_eq!(batch_of_call(ddp)?.last, epoch.ahead_is_none(), "the last step is known");
     }
     Ok(read)
 }
@@ -108,8 +108,8 @@ fn the_gradient_of_a_step_is_that_of_its_items() {
         for batch in ddp.stream(files, Keep).batch_size(2).build()?.epochs(0..1).flatten() {
             let items: Vec<f32> = batch?.into_iter().map(|item| item as f32).collect();
             let x = Tensor::<1>::from_floats(items.as_slice(), &device).unsqueeze_dim::<2>(1);
-            let grads = model.forward(x).mean().backward();
-            gradients.push(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>());
+            let grads = ddp.backward(&model.forward(x).mean(), &model)?.expect("averages");
+            gradients.push(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>());
         }
         Ok(gradients)
     });

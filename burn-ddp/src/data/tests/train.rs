@@ -156,17 +156,18 @@ fn without_shuffling_the_order_is_the_datasets() {
 #[test]
 fn each_batch_sets_the_weight() {
     spawn(2, |ddp| {
-        let weight = || ddp.state().batch_weight.take().map(|batch| batch.items);
+        let weight = || batch_of_call(&ddp).map(|batch| batch.items);
         let train = ddp.loader(Keep).batch_size(4).build(numbers(11))?;
         let other = ddp.loader(Keep).batch_size(1).build(numbers(2))?;
         let mut epoch = train.iter();
-        assert_eq!(epoch.batch_items(), 0);
+        assert_eq!((ddp.batch_items(), epoch.batch_items()), (1.0, 0));
         while let Some(batch) = epoch.next().transpose()? {
             assert_eq!((ddp.batch_items(), epoch.batch_items()), (batch.len() as f64, batch.len()));
             assert_eq!(weight()?, batch.len() as f64);
         }
         drop(epoch);
-        assert_eq!(ddp.batch_items(), 1.0);
+        let last = train.plan().share(1, ddp.rank()).len() as f64;
+        assert_eq!([ddp.batch_items(), weight()?], [last; 2], "the last batch, until there is another");
         // An epoch that was left or has ended does not compete with the next loader's.
         for loader in [&train, &other] {
             let batch = loader.iter().next().unwrap()?;
@@ -174,7 +175,7 @@ fn each_batch_sets_the_weight() {
         }
         let (mut first, mut second) = (train.iter(), other.iter());
         let _ = (first.next().unwrap()?, second.next().unwrap()?);
-        assert!(weight().unwrap_err().to_string().contains("ambiguous"));
+        assert!(weight().unwrap_err().to_string().contains("since the last backward"));
         Ok(())
     });
 }
@@ -192,7 +193,12 @@ fn warnings(world: usize, wrap: bool) -> Vec<usize> {
             let train = ddp.loader(Keep).batch_size(1).build(numbers(5 * world))?;
             for batch in train.epochs(0..2).flatten() {
                 let x = Tensor::<2>::from_floats([[batch?[0] as f32]], &device);
-                model.forward(x).sum().backward();
+                let loss = model.forward(x).sum();
+                if wrap {
+                    ddp.backward(&loss, &model)?;
+                } else {
+                    loss.backward();
+                }
             }
             anyhow::Ok(())
         })?;
@@ -220,8 +226,8 @@ fn gradients_are_those_of_all_items_of_the_step() {
                 let items: Vec<f32> = batch?.into_iter().map(|item| item as f32).collect();
                 let x = Tensor::<1>::from_floats(items.as_slice(), &device).unsqueeze_dim::<2>(1);
                 // The gradient of the mean is the mean of the items.
-                let grads = model.forward(x).mean().backward();
-                gradients.push(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>());
+                let grads = ddp.backward(&model.forward(x).mean(), &model)?.expect("averages");
+                gradients.push(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>());
             }
             Ok(gradients)
         });

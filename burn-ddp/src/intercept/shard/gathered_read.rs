@@ -13,7 +13,7 @@ use super::device_call::on_device;
 use super::shard_group::{Purpose, ShardGroup, filled};
 use crate::Result;
 use crate::gradients::{DeviceLoan, GradientMemory, shared_bytes};
-use crate::intercept::backward_failure::{fail, fail_forward};
+use crate::intercept::scope::{fail, fail_forward};
 use crate::intercept::wrapped_model::TapHandle;
 use crate::tensor_conversion::burn_dtype;
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::tensor::{Device, Tensor};
 use burn_ddp_nccl::fake::Machine;
 
@@ -57,11 +57,8 @@ fn train(ddp: &Ddp, items: [f64; 3], micro_batches: usize) -> anyhow::Result<(Ve
     let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
     for step in 0..STEPS {
         for micro in 0..micro_batches {
-            ddp.set_batch_items(items[ddp.rank()])?;
             let loss = model.forward(inputs(ddp.rank(), step * micro_batches + micro, &device)).powi_scalar(2).sum();
-            let grads = ddp.backward(&loss, &model)?;
-            if micro == micro_batches - 1 {
-                let grads = GradientsParams::from_grads(grads, &model);
+            if let Some(grads) = ddp.weighted(items[ddp.rank()]).backward(&loss, &model)? {
                 model = optim.step(0.01, model, grads);
             }
         }
@@ -191,7 +188,7 @@ fn a_model_of_one_parameter_keeps_its_group() {
         let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
         for step in 0..3 {
             let loss = model.forward(inputs(ddp.rank(), step, &device)).powi_scalar(2).sum();
-            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            let grads = ddp.backward(&loss, &model)?.expect("a step");
             model = optim.step(0.01, model, grads);
         }
         let hash = param_hash(&model)?;

@@ -9,7 +9,7 @@ use burn_ddp_comm::{DType, RowDivision};
 
 use super::ShardGroup;
 use super::shard_group::Purpose;
-use crate::intercept::backward_failure::tell_peers;
+use crate::agreement::tell_peers;
 use crate::intercept::model_walk::taps;
 use crate::intercept::wrapped_model::TapHandle;
 use crate::{Error, Result};

@@ -9,9 +9,9 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
 use super::shard_group::Purpose;
-use crate::intercept::backward_failure::tell_peers;
-use crate::intercept::load_save_mappers::why_part;
-use crate::intercept::model_walk::{AtTap, find, walk};
+use crate::agreement::tell_peers;
+use crate::intercept::model_walk::{AtTap, Path, find, walk};
+use crate::intercept::save_mappers::why_part;
 use crate::intercept::tap_bypass::bypass;
 use crate::intercept::wrapped_model::{StepOf, TapHandle, WrappedModel};
 use crate::model::schema::unreadable;
@@ -61,7 +61,7 @@ pub(crate) fn refuse_parts_without_tap<M: Module>(model: &M) -> Result<()> {
             Some(Box::new(|| why_part(param)))
         }
 
-        fn leave(&mut self, path: &str, why_part: Self::Seen, tap: Option<TapHandle>) {
+        fn leave(&mut self, path: &Path, why_part: Self::Seen, tap: Option<TapHandle>) {
             if self.0.is_none() && tap.is_none() {
                 let refused = |why| format!("{path} holds this rank's rows of a sharded parameter and {why}");
                 self.0 = why_part().map(refused);
@@ -139,7 +139,7 @@ pub(crate) fn step_by_elements<M: Module, T>(
             Some(self.0.get::<D>(param.id).is_some())
         }
 
-        fn leave(&mut self, _: &str, has_gradient: bool, tap: Option<TapHandle>) {
+        fn leave(&mut self, _: &Path, has_gradient: bool, tap: Option<TapHandle>) {
             if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
                 self.1.push((SteppedSlot { model: Arc::downgrade(&tap.model), slot: tap.slot }, has_gradient));
             }
@@ -175,10 +175,10 @@ pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<ShardedParameter> 
             Some((param.id, param.is_require_grad()))
         }
 
-        fn leave(&mut self, path: &str, (id, trains): Self::Seen, tap: Option<TapHandle>) {
+        fn leave(&mut self, path: &Path, (id, trains): Self::Seen, tap: Option<TapHandle>) {
             if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
                 let dims = tap.model.slots[tap.slot].dims.clone();
-                self.0.push(ShardedParameter { path: path.to_owned(), id, dims, trains, tap });
+                self.0.push(ShardedParameter { path: path.to_string(), id, dims, trains, tap });
             }
         }
     }
@@ -203,7 +203,7 @@ pub(crate) fn whole<M: Module>(model: M) -> Result<M> {
             Some(())
         }
 
-        fn leave(&mut self, _: &str, (): (), tap: Option<TapHandle>) {
+        fn leave(&mut self, _: &Path, (): (), tap: Option<TapHandle>) {
             if let Some(last) = self.0.back_mut() {
                 *last = tap.filter(|tap| tap.model.is_sharded(tap.slot));
             }

@@ -450,7 +450,6 @@ mod tests {
             dims: vec![2, 2],
             dtype: DType::F32,
             trainable: true,
-            first_clone: 0,
             sharded: true,
         };
         let slots = [slot("a"), slot("b")];

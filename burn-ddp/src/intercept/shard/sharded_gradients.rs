@@ -5,8 +5,6 @@
 //! until Burn sweeps its graph, and when Burn does so depends on other threads. Before the first reduction of a
 //! backward the ranks agree, once, on the reads to wait for and on the parameters that have a gradient.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, TensorData};
@@ -56,7 +54,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
     pub(in crate::intercept) fn agree(
         &mut self,
         shards: &ShardGroup,
-        outstanding: &[AtomicUsize],
+        outstanding: &[i64],
         micro_batch: MicroBatch,
     ) -> Result<()> {
         if self.agreement.is_some() {
@@ -65,7 +63,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let n = self.slots.len();
         let contributes = micro_batch.contribution != Contribution::Ignored;
         let mut own = vec![micro_batch.weight_of_mean.unwrap_or(1.0).to_bits() as i64, i64::from(contributes)];
-        own.extend(outstanding.iter().map(|reads| reads.load(Ordering::Acquire) as i64));
+        own.extend(outstanding);
         own.extend(self.slots.iter().map(|state| i64::from(state.held.is_some())));
         let ranks = shards.agree(&own)?;
         let most = |column: usize| ranks.iter().map(|of_rank| of_rank[column]).max().unwrap_or_default();

@@ -1,7 +1,6 @@
 //! Clipping of gradients, after they were averaged.
 //!
-//! The gradients of a wrapped model are the same bits on all ranks when `backward` returns, so ranks clip alike without
-//! communication.
+//! The gradients that `ddp.backward` returns are the same bits on all ranks, so ranks clip alike without communication.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,7 +14,7 @@ use crate::{Error, Result, intercept};
 /// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's
 /// `clip_grad_norm_`; returns them and the norm that they had.
 ///
-/// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model
+/// Call it between [`Ddp::backward`](crate::Ddp::backward) and the optimizer's step. Not collective: the averages
 /// are equal on all ranks, and so is their norm. With [sharded](crate::WrapConfig::with_sharding) parameters it is
 /// *collective*: every rank calls it, and one step gathers 8 bytes per sharded parameter from each rank; the norm is
 /// that of unsharded training to rounding in f64. Burn's `GradientClippingConfig::Norm` is something else: it limits
@@ -34,7 +33,7 @@ use crate::{Error, Result, intercept};
 /// # Example
 ///
 /// ```
-/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn::{nn::LinearConfig, prelude::*};
 /// # use burn_ddp::prelude::*;
 /// use burn_ddp::clip_grad_norm;
 ///
@@ -42,7 +41,7 @@ use crate::{Error, Result, intercept};
 ///     let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(2, 1).with_bias(false).init(&device))?;
 ///     let x = Tensor::<2>::from_floats([[3.0, 8.0 * ddp.rank() as f32]], &device);
-///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model); // 3 and 4 on average
+///     let grads = ddp.backward(&model.forward(x).sum(), &model)?.expect("a step"); // 3 and 4
 ///     let (grads, norm) = clip_grad_norm(grads, &model, 1.0)?;
 ///     let clipped = grads.get::<2>(model.weight.id).unwrap().into_data().try_to_vec::<f32>()?;
 ///     assert!((clipped[0] - 0.6).abs() < 1e-5 && (clipped[1] - 0.8).abs() < 1e-5);
@@ -86,13 +85,13 @@ pub fn clip_grad_norm<M: Module>(
 /// # Example
 ///
 /// ```
-/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn::{nn::LinearConfig, prelude::*};
 /// # use burn_ddp::prelude::*;
 /// let norms = Ddp::spawn(2, |ddp| {
 ///     let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(2, 1).with_bias(false).init(&device))?;
 ///     let x = Tensor::<2>::from_floats([[3.0, 8.0 * ddp.rank() as f32]], &device);
-///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+///     let grads = ddp.backward(&model.forward(x).sum(), &model)?.expect("a step");
 ///     Ok(burn_ddp::grad_norm(&grads, &model)?)
 /// })?;
 /// assert_eq!(norms, [5.0, 5.0]); // of 3 and 4, the averages
@@ -114,13 +113,13 @@ pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
 /// # Example
 ///
 /// ```
-/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn::{nn::LinearConfig, prelude::*};
 /// # use burn_ddp::prelude::*;
 /// Ddp::spawn(2, |ddp| {
 ///     let device = ddp.device()?.autodiff();
 ///     let model = ddp.wrap(LinearConfig::new(2, 1).with_bias(false).init(&device))?;
 ///     let x = Tensor::<2>::from_floats([[0.5, 8.0 * ddp.rank() as f32]], &device);
-///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+///     let grads = ddp.backward(&model.forward(x).sum(), &model)?.expect("a step");
 ///     let grads = burn_ddp::clip_grad_value(grads, &model, 1.0)?;
 ///     let clipped = grads.get::<2>(model.weight.id).unwrap().into_data().try_to_vec::<f32>()?;
 ///     assert_eq!(clipped, [0.5, 1.0]); // from 0.5 and 4, the averages

@@ -123,7 +123,7 @@ fn averages_are_clipped_also_of_what_a_rank_did_not_use() {
         if ddp.rank() == 1 {
             loss = loss + model.b.forward(x(8.0));
         }
-        let grads = GradientsParams::from_grads(loss.sum().backward(), &model);
+        let grads = ddp.backward(&loss.sum(), &model)?.expect("averages");
         let (grads, norm) = clip_grad_norm(grads, &model, 1.0)?;
         assert_eq!(norm, 5.0);
         let before = crate::param_hash(&model)?;
@@ -145,7 +145,7 @@ fn burns_clipping_by_value_sees_averages() {
         let started = model.weight.val().inner();
         let x = if ddp.rank() == 0 { [5.0, -3.0] } else { [-1.0, 1.0] };
         let loss = model.forward(Tensor::<2>::from_floats([x], &device)).sum();
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let grads = ddp.backward(&loss, &model)?.expect("averages");
         let clip = GradientClippingConfig::Value(1.5);
         let model = SgdConfig::new().with_gradient_clipping(Some(clip)).init().step(1.0, model, grads);
         Ok((started - model.weight.val().inner()).into_data().try_to_vec::<f32>()?)

@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Param;
 use burn::nn::{BatchNorm, BatchNormConfig};
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -57,8 +57,8 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         }
         let place = (step as usize * ddp.world_size() + ddp.rank()) * 4;
         let x = model.norm.forward(rows(place, 4, 6, 1, DType::F32, &device));
-        let grads = model.mlp.loss(x, rows(place, 4, 3, 2, DType::F32, &device)).backward();
-        let grads = GradientsParams::from_grads(grads, &model);
+        let loss = model.mlp.loss(x, rows(place, 4, 3, 2, DType::F32, &device));
+        let grads = ddp.backward(&loss, &model)?.expect("averages");
         model = optim.step(scheduler.step(), model, grads);
         if (step + 1).is_multiple_of(every) {
             checkpoints.save(step + 1, |c| {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::nn::{Dropout, DropoutConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn::tensor::{DType, Distribution};
 use burn_ddp::data::Position;
@@ -48,7 +48,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         for batch in epoch {
             let loss = loss(&model, &dropout, batch?);
             losses.push(loss.clone().into_scalar::<f32>());
-            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let grads = ddp.backward(&loss, &model)?.expect("averages");
             model = optim.step(0.1, model, grads);
             taken += 1;
             if Some(taken) == stop {

@@ -8,13 +8,16 @@ use burn_ddp::data::{Stream, StreamShard, StreamSource};
 
 use super::*;
 
-fn loaders(ddp: &Ddp, batcher: MyBatcher, train_data: Data, test_data: Data, model: &Model) -> anyhow::Result<()> {
+type Parts = (Model, ModuleOptimizer);
+
+fn loaders(ddp: &Ddp, batcher: MyBatcher, [train_data, test_data]: [Data; 2], parts: Parts) -> anyhow::Result<()> {
+    let (mut model, mut optim) = parts;
     let train = ddp.loader(batcher.clone()).batch_size(64).shuffle(42).build(train_data)?;
     let test = ddp.eval_loader(batcher).batch_size(64).build(test_data)?;
     for epoch in train.epochs(0..10) {
         for batch in epoch {
-            let loss = model.loss(batch?);
-            loss.backward();
+            let Some(grads) = ddp.backward(&model.loss(batch?), &model)? else { continue };
+            model = optim.step(1e-3, model, grads);
         }
     }
     Ok(())
@@ -30,12 +33,19 @@ fn tokens(ddp: &Ddp, batcher: impl Batcher<String, Batch> + 'static, dataset: Ve
     Ok(())
 }
 
-fn accumulation(mut model: Model, mut optim: ModuleOptimizer, loss: Tensor<1>, lr: f64) -> Model {
-    let grads = GradientsParams::from_grads(loss.backward(), &model);
-    if !grads.is_empty() {
+fn accumulation(ddp: &Ddp, parts: Parts, train: &ShardedLoader<Tensor<2>>, lr: f64) -> anyhow::Result<()> {
+    let (mut model, mut optim) = parts;
+    for epoch in train.epochs(0..10) {
+        for batch in epoch {
+            let loss = model.loss(batch?);
+            let Some(grads) = ddp.backward(&loss, &model)? else { continue };
+            model = optim.step(lr, model, grads);
+        }
+    }
+    if let Some(grads) = ddp.flush(&model)? {
         model = optim.step(lr, model, grads);
     }
-    model
+    Ok(())
 }
 
 fn position(checkpoints: &Checkpoints, train: &ShardedLoader<Tensor<2>>, step: u64) -> anyhow::Result<()> {

@@ -25,6 +25,15 @@ fn settings(ddp: &Ddp, device: Device) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn backward(ddp: &Ddp, losses: Vec<Tensor<1>>, model: Net, [generator, critic]: [Net; 2]) -> anyhow::Result<()> {
+    for loss in losses {
+        let Some(grads) = ddp.backward(&loss, &model)? else { continue };
+        let Some((g_grads, c_grads)) = ddp.backward(&loss, (&generator, &critic))? else { continue };
+        let average = grads.get::<2>(model.layer.weight.id);
+    }
+    Ok(())
+}
+
 fn parts(ddp: &Ddp, device: Device) -> anyhow::Result<()> {
     let color = if ddp.rank() < 2 { 0 } else { 1 };
     let part = ddp.split(Some(color), 0)?.unwrap();

@@ -44,11 +44,10 @@ fn device() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn errors(ddp: &Ddp, model: Model, loss: Tensor<1>) -> anyhow::Result<()> {
+fn errors(ddp: &Ddp, mut model: Model, mut optim: ModuleOptimizer, loss: Tensor<1>, lr: f64) -> anyhow::Result<()> {
     match ddp.backward(&loss, &model) {
-        Ok(grads) => {
-            GradientsParams::from_grads(grads, &model);
-        }
+        Ok(Some(grads)) => model = optim.step(lr, model, grads),
+        Ok(None) => {}
         Err(error) => {
             eprintln!("look at rank {:?}", error.rank());
             return Err(error.into());

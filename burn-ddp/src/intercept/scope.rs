@@ -1,0 +1,228 @@
+//! The one door: a backward begins and ends in [`run`], which is the function to read first.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use super::wrapped_model::WrappedModel;
+use crate::agreement::tell_peers;
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+thread_local! {
+    /// The innermost call of [`run`] or [`catch`] on this thread.
+    static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
+}
+
+struct Open {
+    /// Models that the call trains; `None` in [`catch`].
+    models: Option<Vec<Arc<WrappedModel>>>,
+    /// True if code of others runs the backward, so that there may be two.
+    counts_backwards: bool,
+    /// The first error of a hook, or of a collective in a forward or backward.
+    error: Option<Error>,
+}
+
+/// Settings of one call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call {
+    /// Weight that the program gave; `None` for that of the loader's last batch.
+    pub(crate) items: Option<f64>,
+    /// True if the micro-batch only adds up, whatever the accumulation.
+    pub(crate) holds: bool,
+    /// True if code of others runs the backward.
+    pub(crate) counts_backwards: bool,
+}
+
+/// Relation of a model to the call that is open on this thread.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Role {
+    /// The call trains the model.
+    Trains { counts_backwards: bool },
+    /// The call trains other models: the gradients of this one are dropped.
+    Ignored,
+    /// No call is open.
+    NoCall,
+}
+
+/// Runs `f`, which runs one backward over `models`, looks at its result with `prepare`, and reduces the gradients
+/// unless the micro-batch only adds up. Returns the result of `prepare` if the averages are there. *Collective*.
+///
+/// # Errors
+///
+/// The first error of this rank, which the other ranks get, too. Nothing of the call remains then. A panic of `f`
+/// abandons the step in the same way.
+pub(crate) fn run<R, P>(
+    ddp: &Ddp,
+    mut models: Vec<Arc<WrappedModel>>,
+    call: Call,
+    f: impl FnOnce() -> R,
+    prepare: impl FnOnce(&mut R) -> Result<P>,
+) -> Result<(R, Option<P>)> {
+    // The same order on all ranks.
+    models.sort_by_key(|model| model.id);
+    let outcome = (|| {
+        let batch = ddp.state().begin_backward(call.items)?;
+        let _open = WeightOfCall(ddp);
+        let mut steps = Steps::begin(&models, |model| model.begin_step(&batch, call))?;
+        let open = Open { models: Some(models.clone()), counts_backwards: call.counts_backwards, error: None };
+        let mut out = within(open, f)?;
+        for model in &models {
+            model.refuse_unreached()?;
+        }
+        let prepared = prepare(&mut out)?;
+        Ok((out, steps.reduce()?.then_some(prepared)))
+    })();
+    outcome.map_err(|error| refused(ddp, error))
+}
+
+/// Reduces the gradients that the ranks hold for `models`. Returns true if the averages are there. *Collective*.
+pub(crate) fn reduce_held(ddp: &Ddp, mut models: Vec<Arc<WrappedModel>>) -> Result<bool> {
+    models.sort_by_key(|model| model.id);
+    let outcome = Steps::begin(&models, WrappedModel::begin_flush).and_then(|mut steps| steps.reduce());
+    outcome.map_err(|error| refused(ddp, error))
+}
+
+/// Runs `f`, a forward without a backward, with errors of its collectives returned instead of panics.
+#[cfg(feature = "train")]
+pub(crate) fn catch<R>(f: impl FnOnce() -> R) -> Result<R> {
+    within(Open { models: None, counts_backwards: false, error: None }, f)
+}
+
+/// The weight of the open call, for layers that weigh in their backward.
+struct WeightOfCall<'a>(&'a Ddp);
+
+impl Drop for WeightOfCall<'_> {
+    fn drop(&mut self) {
+        self.0.state().batch_weight.end_call();
+    }
+}
+
+/// The steps of several models in one call. They are abandoned when this value is dropped before they have ended.
+struct Steps<'a> {
+    begun: Vec<&'a Arc<WrappedModel>>,
+    ended: bool,
+}
+
+impl<'a> Steps<'a> {
+    fn begin(models: &'a [Arc<WrappedModel>], begin: impl Fn(&WrappedModel) -> Result<bool>) -> Result<Self> {
+        let mut steps = Steps { begun: Vec::new(), ended: false };
+        let mut reduces = None;
+        for model in models {
+            model.refuse_open()?;
+            steps.begun.push(model);
+            let reduces_this = begin(model)?;
+            if *reduces.get_or_insert(reduces_this) != reduces_this {
+                return Err(model.fault(
+                    "one of the models would reduce in this call, and another would only add up: give them the same \
+                    accumulation, or call `ddp.backward` for each"
+                        .into(),
+                ));
+            }
+        }
+        Ok(steps)
+    }
+
+    /// Submits what backward has not submitted, of all models before it waits for any: so no rank waits for a bucket
+    /// that another has not sent.
+    fn reduce(&mut self) -> Result<bool> {
+        self.begun.iter().try_for_each(|model| model.submit_step())?;
+        let mut reduced = false;
+        for model in &self.begun {
+            reduced |= model.finish_step()?;
+        }
+        self.ended = true;
+        Ok(reduced)
+    }
+}
+
+impl Drop for Steps<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.begun.iter().for_each(|model| model.abandon_step());
+        }
+    }
+}
+
+/// Runs `f` with `open` as the call of this thread. An error that was noted meanwhile comes before the result, and
+/// before a panic, since it leaves Burn's graph unfinished, so that Burn may panic later.
+fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
+    struct Restore(Option<Open>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            OPEN.set(self.0.take());
+        }
+    }
+    let restore = Restore(OPEN.replace(Some(open)));
+    let out = catch_unwind(AssertUnwindSafe(f));
+    let error = OPEN.take().and_then(|open| open.error);
+    drop(restore);
+    match (error, out) {
+        (Some(error), _) => Err(error),
+        (None, Ok(out)) => Ok(out),
+        (None, Err(panic)) => resume_unwind(panic),
+    }
+}
+
+/// The relation of `model` to the call that is open on this thread.
+pub(super) fn role_of(model: &Arc<WrappedModel>) -> Role {
+    OPEN.with_borrow(|open| match open {
+        Some(Open { models: Some(models), counts_backwards, .. }) => {
+            match models.iter().any(|of| Arc::ptr_eq(of, model)) {
+                true => Role::Trains { counts_backwards: *counts_backwards },
+                false => Role::Ignored,
+            }
+        }
+        _ => Role::NoCall,
+    })
+}
+
+/// True if the call that is open on this thread has failed: what it computes is of no use.
+pub(super) fn has_failed() -> bool {
+    OPEN.with_borrow(|open| open.as_ref().is_some_and(|open| open.error.is_some()))
+}
+
+/// The error of a call that this rank may make alone: the other ranks, which are in the call, get it, too.
+pub(crate) fn refused(ddp: &Ddp, error: Error) -> Error {
+    let error = match error {
+        Error::Invalid { reason, .. } => Error::Backward { rank: ddp.world().rank(), reason },
+        other => other,
+    };
+    note_error(&error);
+    tell_peers(ddp, &error);
+    error
+}
+
+/// Makes `error` the one of the call that is open on this thread, unless that has one. Returns false if none is open.
+fn note_error(error: &Error) -> bool {
+    OPEN.with_borrow_mut(|open| match open {
+        Some(open) => {
+            open.error.get_or_insert_with(|| error.clone());
+            true
+        }
+        None => false,
+    })
+}
+
+/// Reports the error of a collective in a backward to the other ranks, and to the call of this thread; panics without
+/// one.
+pub(crate) fn fail(ddp: &Ddp, error: Error) {
+    let note = "a `loss.backward()` of the program ends here, since it cannot return an error (RUST_BACKTRACE=1 shows \
+        its line); `ddp.backward(&loss, &model)` returns this error";
+    fail_with(ddp, error, note);
+}
+
+/// [`fail`] in a forward.
+pub(super) fn fail_forward(ddp: &Ddp, error: Error) {
+    let note = "a forward of the program ends here, since it cannot return an error (RUST_BACKTRACE=1 shows its line)";
+    fail_with(ddp, error, note);
+}
+
+fn fail_with(ddp: &Ddp, error: Error, note: &str) {
+    // Before the world ends: the caller must get this error, not one that follows from that end.
+    let noted = note_error(&error);
+    tell_peers(ddp, &error);
+    if !noted {
+        panic!("{error}\nnote: {note}");
+    }
+}

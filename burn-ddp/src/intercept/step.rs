@@ -1,0 +1,210 @@
+//! One step of a wrapped model: begun before its backward, submitted and finished after it. [`run`](super::scope::run)
+//! calls these.
+
+use std::sync::atomic::Ordering;
+
+use super::model_state::{ModelState, State};
+use super::scope::Call;
+use super::wrapped_model::WrappedModel;
+use crate::Result;
+use crate::batch_weight::Batch;
+use crate::gradients::{Boundary, GradientMemory, Outcome, Piggyback};
+
+impl WrappedModel {
+    /// Refuses to begin a step while another is open.
+    pub(super) fn refuse_open(&self) -> Result<()> {
+        match self.lock().is_open() {
+            false => Ok(()),
+            true => Err(self.fault(
+                "a backward of the wrapped model is open already: `ddp.backward` was called inside `ddp.scope`, or on \
+                another thread"
+                    .into(),
+            )),
+        }
+    }
+
+    /// Begins the step, or the micro-batch of a step, that a call makes with `batch`. Returns true if it reduces.
+    pub(super) fn begin_step(&self, batch: &Batch, call: Call) -> Result<bool> {
+        self.lock().begin(self, Some(batch), call.holds)
+    }
+
+    /// Begins a step that adds nothing to the gradients that are held, and reduces them.
+    pub(super) fn begin_flush(&self) -> Result<bool> {
+        self.lock().begin(self, None, false)
+    }
+
+    /// Refuses a backward that has not reached the model.
+    pub(super) fn refuse_unreached(&self) -> Result<()> {
+        match self.lock().is_reached() {
+            true => Ok(()),
+            false => Err(self.fault(
+                "the loss depends on no parameter of the wrapped model, or only on parameters without a tap (frozen, \
+                or replaced after `wrap`), or there was no backward"
+                    .into(),
+            )),
+        }
+    }
+
+    /// Submits the gradients that backward has not submitted.
+    pub(super) fn submit_step(&self) -> Result<()> {
+        self.lock().submit(self)
+    }
+
+    /// Waits for the averages, unless the micro-batch only added up. Returns true if they are there.
+    pub(super) fn finish_step(&self) -> Result<bool> {
+        let reduced = self.lock().finish(self)?;
+        self.end_step();
+        Ok(reduced)
+    }
+
+    /// Drops everything of the step, and the micro-batches that were held for it.
+    pub(super) fn abandon_step(&self) {
+        self.lock().abandon();
+        self.end_step();
+    }
+
+    fn end_step(&self) {
+        if let Some(shards) = self.shards() {
+            shards.restart();
+        }
+        self.ended.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The running statistics as a payload behind the buckets.
+    pub(super) fn statistics<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Piggyback> {
+        let mut piggyback = Piggyback::default();
+        if let Some(statistics) = &mut state.statistics {
+            if statistics.is_synced() {
+                self.refuse_retrained()?;
+            }
+            statistics.send(&mut piggyback)?;
+        }
+        Ok(piggyback)
+    }
+}
+
+impl<B: GradientMemory> State<B> {
+    /// See [`WrappedModel::begin_step`].
+    pub(super) fn begin_step(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool> {
+        self.open = true;
+        model.ddp.world().set_step(self.reducer.step());
+        model.measure_movements(self)?;
+        let skips = model.ddp.state().skips();
+        let Some(batch) = batch else {
+            self.reducer.begin(0.0, Boundary::Now, skips)?;
+            self.reducer.begin_time();
+            return Ok(true);
+        };
+        // A weight that the program gave may be that of one of several micro-batches.
+        if self.accumulation > 1 && batch.step.is_some() && !batch.weighted && batch.number == self.last_batch {
+            return Err(model.fault(
+                "a second backward for one batch; with accumulation each micro-batch has one backward: let passes that \
+                do not train this model go through `model.clone().no_grad()`"
+                    .into(),
+            ));
+        }
+        let epoch = batch.step.map(|step| (step.track, step.at.epoch));
+        if self.reducer.holds_gradients() && epoch.is_some() && self.epoch.is_some_and(|held| Some(held) != epoch) {
+            return Err(model.fault(format!(
+                "an epoch was over while gradients of micro-batches were held (accumulation {}): it was left early, or \
+                its last batch was weighted or only added up; reduce them at its end with `ddp.flush(&model)?`, on \
+                every rank",
+                self.accumulation
+            )));
+        }
+        self.epoch = epoch;
+        self.last_batch = batch.number;
+        let boundary = match holds {
+            true => Boundary::Later,
+            false if batch.last && !batch.weighted => Boundary::Now,
+            false => Boundary::Counted,
+        };
+        self.reducer.begin(batch.items, boundary, skips)?;
+        Ok(self.reducer.micro_batch().reducing)
+    }
+
+    /// Submits the gradients that backward has not submitted. All hooks have run, so sums that wait for further reads
+    /// are final.
+    pub(super) fn submit_rest(&mut self, model: &WrappedModel) -> Result<()> {
+        let micro_batch = self.reducer.micro_batch();
+        let shards = model.shards().filter(|_| micro_batch.reducing);
+        if let Some(shards) = shards {
+            self.sharded.agree(shards, &model.outstanding(), micro_batch)?;
+        }
+        for slot in 0..self.slots.len() {
+            if let Some(sum) = self.slots[slot].partial.take() {
+                model.put(self, slot, sum)?;
+            } else if let Some(shards) = shards.filter(|_| !self.slots[slot].done && self.sharded.must_reduce(slot)) {
+                self.sharded.reduce(shards, slot, None, micro_batch.divisor, &self.device)?;
+            }
+        }
+        self.reducer.receive_late()?;
+        let mut piggyback = Piggyback::default();
+        if micro_batch.reducing {
+            piggyback = model.statistics(self)?;
+            if self.reducer.compares_replicas() {
+                model.compare(self, &mut piggyback)?;
+            }
+        }
+        self.reducer.submit_rest(piggyback)
+    }
+
+    /// See [`WrappedModel::finish_step`].
+    pub(super) fn finish_step(&mut self, model: &WrappedModel) -> Result<bool> {
+        let step = self.reducer.step();
+        let results = self.reducer.finish()?;
+        if let Some(results) = &results {
+            model.refuse_differences(self, step, results)?;
+            if let Some(statistics) = &mut self.statistics {
+                statistics.receive(results);
+            }
+            for (slot, average) in self.averages.iter_mut().enumerate() {
+                *average = self.sharded.take(slot).or_else(|| match self.reducer.outcome(slot) {
+                    Outcome::Whole(average) => Some(average),
+                    Outcome::Absent => None,
+                });
+            }
+            self.warn_unused(model);
+            self.reducer.end_step()?;
+            model.comparing.store(self.reducer.compares_replicas(), Ordering::Release);
+        }
+        self.end();
+        Ok(results.is_some())
+    }
+
+    /// Warns on rank 0, in the first step, of parameters that have no gradient on any rank.
+    fn warn_unused(&self, model: &WrappedModel) {
+        if self.reducer.step() > 0 || model.ddp.rank() > 0 {
+            return;
+        }
+        let slots = model.slots.iter().zip(&self.averages);
+        let unused = slots.filter_map(|(slot, average)| (slot.trainable && average.is_none()).then_some(&*slot.path));
+        let parameters = unused.collect::<Vec<_>>().join(", ");
+        if !parameters.is_empty() {
+            tracing::warn!(
+                target: "burn_ddp::unused",
+                parameters,
+                "these parameters had no gradient on any rank in the first step: they are unused, or were not read \
+                through `val()`"
+            );
+        }
+    }
+
+    /// Ends the running backward.
+    fn end(&mut self) {
+        self.reset();
+        self.sharded.end_backward();
+        self.compared.iter_mut().for_each(|value| *value = None);
+    }
+
+    /// See [`WrappedModel::abandon_step`].
+    pub(super) fn abandon_step(&mut self) {
+        self.end();
+        self.forget_averages();
+        if let Some(statistics) = &mut self.statistics {
+            statistics.restore();
+        }
+        self.forget_batches();
+        self.reducer.abandon();
+    }
+}
