@@ -177,15 +177,18 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn flush<T: Trained>(&self, models: T) -> Result<Option<T::Gradients>> {
-        let found = self.find(&models)?;
-        let mut held = [u8::from(found.0.iter().any(|model| model.holds_gradients()))];
+        let mut found = self.find(&models)?;
+        found.0.sort_by_key(|model| model.id());
+        let mut held: Vec<u8> = found.0.iter().map(|model| u8::from(model.holds_gradients())).collect();
         self.group().all_reduce(&mut held, ReduceOp::Max)?;
-        if held == [0] {
+        let of_some = found.0.iter().zip(&held).filter_map(|(model, held)| (*held > 0).then(|| model.clone()));
+        let held: Vec<_> = of_some.collect();
+        if held.is_empty() {
             return Ok(None);
         }
         note_values(&found, &models);
-        let prepared = models.prepare(&found, Own::Unknown)?;
-        let reduced = intercept::reduce_held(self, found.0.clone())?;
+        let prepared = models.prepare(&found, Own::Unknown).map_err(|error| intercept::refused(self, error))?;
+        let reduced = intercept::reduce_held(self, held)?;
         Ok(gradients::<T>(&found, reduced.then_some(prepared)))
     }
 

@@ -26,8 +26,6 @@ struct Inner {
     count: u64,
     /// Number of batches that were handed out since the last call or skip.
     waiting: u64,
-    /// Weight of the call that is open.
-    of_call: Option<f64>,
     /// By loader: the last step whose batch had a call or a skip.
     used: BTreeMap<LoaderKey, Step>,
     /// Batches that loaders handed out before gradients were averaged for the first time.
@@ -119,10 +117,9 @@ impl BatchWeight {
         !self.lock().used.is_empty()
     }
 
-    /// Weight of the call that is open, or of the last batch; 1 without either.
+    /// Weight of the last batch; 1 without one.
     pub(crate) fn items(&self) -> f64 {
-        let w = self.lock();
-        w.of_call.unwrap_or_else(|| w.last.map_or(1.0, |batch| batch.weight))
+        self.lock().last.map_or(1.0, |batch| batch.weight)
     }
 
     /// Takes the batch of the call that begins, to which the program gave the weight `items` or none.
@@ -147,17 +144,11 @@ impl BatchWeight {
         w.waiting = 0;
         let of_loader = w.last.map_or(1.0, |batch| batch.weight);
         let (items, weighted) = (items.unwrap_or(of_loader), items.is_some());
-        w.of_call = Some(items);
         let (step, last) = (w.last.map(|batch| batch.step), w.last.is_some_and(|batch| batch.last));
         if let Some(step) = step {
             w.used.insert(step.loader(), step);
         }
         Ok(Batch { items, weighted, number: w.count, step, first, last })
-    }
-
-    /// Ends the call that is open.
-    pub(crate) fn end_call(&self) {
-        self.lock().of_call = None;
     }
 
     /// Records that the last batch gets no backward. Returns its step.
@@ -191,9 +182,7 @@ mod tests {
     }
 
     fn call(w: &BatchWeight) -> f64 {
-        let items = w.take(None).unwrap().items;
-        w.end_call();
-        items
+        w.take(None).unwrap().items
     }
 
     #[test]
@@ -210,8 +199,6 @@ mod tests {
         assert_eq!(w.take(None).unwrap(), Batch { first: false, ..batch });
         let weighted = Batch { items: 0.5, weighted: true, first: false, ..batch };
         assert_eq!(w.take(Some(0.5)).unwrap(), weighted);
-        assert_eq!(w.items(), 0.5, "in the call");
-        w.end_call();
         assert_eq!([w.items(), call(&w)], [7.0; 2]);
     }
 
@@ -230,7 +217,6 @@ mod tests {
         for other in [0, 1] {
             two(other);
             assert_eq!(w.take(Some(10.0)).unwrap().items, 10.0);
-            w.end_call();
             assert_eq!(call(&w), 3.0);
             two(other);
             w.skip();

@@ -94,8 +94,8 @@ mod tensor_conversion;
 pub mod train;
 mod wrap;
 
-/// Communication between ranks: the crate `burn-ddp-comm`.
 pub use backward::Weighted;
+/// Communication between ranks: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{ReduceOp, WorldOptions};
 pub use collectives::Collectives;

@@ -1,5 +1,5 @@
-//! `ddp.backward`, `ddp.scope` and their like: one call begins and ends a step, and every misuse is an error of the call
-//! on every rank.
+//! `ddp.backward`, `ddp.scope` and their like: one call begins and ends a step, and every misuse is an error of the
+//! call on every rank.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -341,4 +341,113 @@ fn gradients_of_a_scope_are_those_of_backward() {
         })
         .unwrap();
     }
+}
+
+/// A call on two models that fails alike on all ranks leaves both of them usable, sharded or not.
+#[test]
+fn two_models_go_on_after_an_error_of_all_ranks() {
+    for sharding in [Sharding::Off, Sharding::Parameters] {
+        let train = |fails: bool| {
+            ranks(2, |ddp, device| {
+                let config = WrapConfig::new().with_sharding(sharding).with_sharding_above(1).with_overlap(true);
+                let config = config.with_first_bucket_cap_bytes(20).with_bucket_cap_bytes(20);
+                let (mut a, mut b) =
+                    (ddp.wrap_with(Net::new(device), &config)?, ddp.wrap_with(Net::new(device), &config)?);
+                let mut optim = ddp.optimizer(ddp.optimizer(SgdConfig::new().init(), &a)?, &b)?;
+                for step in 0..3 {
+                    let loss = |a: &Net, b: &Net| {
+                        let x = x(2 * step + ddp.rank(), device);
+                        a.loss(x.clone()) + b.loss(x)
+                    };
+                    if fails && step > 0 {
+                        let error =
+                            ddp.weighted(0.0).backward(&loss(&a, &b), (&a, &b)).map(drop).expect_err("an error");
+                        anyhow::ensure!(error.job_usable(), "{error}");
+                    }
+                    let (of_a, of_b) = ddp.backward(&loss(&a, &b), (&a, &b))?.expect("a step");
+                    (a, b) = (optim.step(0.1, a, of_a), optim.step(0.1, b, of_b));
+                }
+                Ok([param_hash(&a)?, param_hash(&b)?])
+            })
+            .unwrap()
+        };
+        assert_eq!(train(true), train(false), "{sharding:?}");
+    }
+}
+
+#[test]
+fn a_flush_reduces_the_models_that_some_rank_holds_gradients_of() {
+    ranks(2, |ddp, device| {
+        let (a, b) = (ddp.wrap(Net::new(device))?, ddp.wrap(Net::new(device))?);
+        if ddp.rank() == 1 {
+            ddp.accumulate(&a.loss(x(0, device)), &a)?;
+        }
+        let (of_b, of_a) = ddp.flush((&b, &a))?.expect("averages");
+        assert_eq!((of_a.len(), of_b.len()), (6, 0));
+        assert!(ddp.flush((&a, &b))?.is_none());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn two_backwards_over_different_models_are_two() {
+    let error = ranks(2, |ddp, device| {
+        let (a, b) = (ddp.wrap(Net::new(device))?, ddp.wrap(Net::new(device))?);
+        let losses = [a.loss(x(0, device)), b.loss(x(0, device))];
+        ddp.scope((&a, &b), || losses.map(|loss| loss.backward()))?;
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("two backwards in one `ddp.scope`"), "{error}");
+}
+
+/// The first call after a load fails; then the statistics are those of the load.
+#[test]
+fn statistics_of_a_load_survive_a_step_that_fails() {
+    let directory = tempfile::tempdir().unwrap();
+    let means = ranks(2, |ddp, device| {
+        let mut model = ddp.wrap(Net::new(device))?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        for step in 0..3 {
+            ddp.backward(&model.loss(x(step, device) + 1.0), &model)?;
+        }
+        checkpoints.save(1, |c| c.model(&model))?;
+        ddp.backward(&model.loss(x(9, device) - 5.0), &model)?;
+        model = checkpoints.latest()?.expect("was saved").model(model)?;
+        let mean = |model: &Net| model.norm.running_mean.value_sync().into_data().iter::<f32>().collect::<Vec<_>>();
+        let loaded = mean(&model);
+        for _ in 0..2 {
+            let loss = model.loss(x(5, device) + 7.0);
+            ddp.weighted(0.0).backward(&loss, &model).map(drop).expect_err("all weights are 0");
+        }
+        let restored = mean(&model);
+        ddp.backward(&model.loss(x(ddp.rank(), device)), &model)?;
+        Ok((loaded, restored, mean(&model)))
+    });
+    let means = means.unwrap();
+    assert_eq!(means[0], means[1]);
+    assert_eq!(means[0].0, means[0].1);
+    assert_ne!(means[0].1, means[0].2, "the step moves them");
+}
+
+/// A rank that gives up a batch alone and goes on with the next one would average different batches.
+#[test]
+fn a_rank_that_loses_a_batch_in_a_panic_hears_of_it() {
+    let error = ranks(2, |ddp, device| {
+        let model = ddp.wrap(Net::new(device))?;
+        let train = ddp.loader(Rows).batch_size(1).build(InMemDataset::new((0..12).collect()))?;
+        for (number, batch) in train.iter().enumerate() {
+            let row = batch?[0];
+            if number == 2 && ddp.rank() == 1 {
+                let scope = || ddp.scope(&model, || panic!("of the program")).map(drop);
+                catch_unwind(AssertUnwindSafe(scope)).map(drop).expect_err("a panic");
+                continue;
+            }
+            ddp.backward(&model.loss(x(row, device)), &model)?;
+        }
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("called different collectives"), "{error}");
 }

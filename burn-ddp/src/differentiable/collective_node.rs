@@ -57,8 +57,8 @@ impl<B: Backend> Backward<B, 2> for Collective {
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
-        // The extra parent makes the node, even on a leaf, deeper than the gates of wrapped models. So all ranks make
-        // this collective before the last gate waits for averaged gradients.
+        // The extra parent gives the node on a leaf the depth of one behind a parameter, so that ranks make their
+        // collectives in the same order, whatever they are computed from.
         let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
         // Compute-bound, so that gradient checkpointing never repeats the collective.
         match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {

@@ -57,9 +57,8 @@ pub(crate) struct Reducer<T> {
     order_agreed: bool,
     /// The agreed order, from the end of the first reduction to that of its step.
     order: Option<Vec<usize>>,
-    /// Number of times that gradients of a step were dropped; the same on all ranks, or reductions fail.
+    /// Numbers of dropped steps and of skipped batches; the same on all ranks, or reductions fail.
     discards: u64,
-    /// Number of batches that the program skipped; the same on all ranks, or reductions fail.
     skips: u64,
     /// Error that all further steps return; set when a step ends half-way with buckets at the worker or gradients lost.
     broken: Option<Error>,
@@ -285,10 +284,9 @@ impl<T> Reducer<T> {
         Ok(given)
     }
 
-    /// Drops gradients of micro-batches that were not reduced yet, as all ranks do: if some do not, the next reduction
-    /// is an error.
+    /// Drops gradients of micro-batches that were not reduced yet. Unless all ranks do, the next reduction is an error.
     pub(crate) fn discard_held(&mut self) {
-        self.discards += 1;
+        self.note_lost();
         self.discard();
     }
 
@@ -309,10 +307,15 @@ impl<T> Reducer<T> {
         self.forget_arrivals();
     }
 
-    /// Gives up the running backward, and the micro-batches before it. A rank that gives up alone may make the backward
-    /// again; if it counted towards a step of several, its next reduction is an error.
-    pub(crate) fn abandon(&mut self) {
-        match self.settings.accumulation > 1 || self.batches.count() > 1 {
+    /// Notes that a batch of this rank is lost: the next reduction is an error, unless all ranks have lost one.
+    pub(crate) fn note_lost(&mut self) {
+        self.discards += 1;
+    }
+
+    /// Gives up the running backward and the micro-batches before it, `alike` on all ranks or alone. A rank that gives
+    /// up alone may make the backward again, unless it counted towards a step of several.
+    pub(crate) fn abandon(&mut self, alike: bool) {
+        match !alike && (self.settings.accumulation > 1 || self.batches.count() > 1) {
             true => self.discard_held(),
             false => self.discard(),
         }

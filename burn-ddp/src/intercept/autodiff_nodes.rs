@@ -92,7 +92,7 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
 
 impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
     fn open_model(x: FloatTensor<Self>, opening: ModelOpening) -> FloatTensor<Self> {
-        opening.open::<B>(x.device(), x.dtype());
+        opening.open::<B>(x.device());
         x
     }
 

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
 use super::autodiff_nodes::HookState;
 use super::model_state::State;
-use super::scope::{Role, fail, has_failed, role_of};
+use super::scope::{self, Role, fail, has_failed, role_of};
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{Contribution, GradientMemory};
@@ -27,7 +28,7 @@ pub(super) fn hook<B: GradientMemory>(
     let model = state.read.model.clone();
     let counts_backwards = match role_of(&model) {
         Role::Trains { counts_backwards } => counts_backwards,
-        Role::Ignored => return,
+        Role::Ignored => return scope::note_ignored(&model),
         Role::NoCall => panic!(
             "`loss.backward()` reached a wrapped model: call `ddp.backward(&loss, &model)?`, or put the code that \
             calls it into `ddp.scope(&model, || ..)?`, on the thread that runs it. Gradients of this rank alone come \
@@ -61,8 +62,13 @@ impl WrappedModel {
         if !std::mem::replace(&mut state.reached, true) {
             state.reducer.begin_time();
         }
-        if let Some(grads) = counted {
-            self.refuse_second_backward(state, grads)?;
+        if let Some(grads) = counted
+            && scope::is_second_backward::<B>(grads, &state.device, gradient.dtype())
+        {
+            return Err(self.fault(
+                "two backwards in one `ddp.scope` reached wrapped models: add the losses up, or give each its own scope"
+                    .into(),
+            ));
         }
         let number = read.slot;
         if first && value.is_some() {
@@ -105,22 +111,6 @@ impl WrappedModel {
             return Ok(());
         }
         self.put(state, number, sum)
-    }
-
-    /// Refuses a second backward in one call: its `grads` do not carry the mark of the first.
-    fn refuse_second_backward<B: GradientMemory>(&self, state: &mut State<B>, grads: &mut Gradients) -> Result<()> {
-        if !std::mem::replace(&mut state.marked, true) {
-            grads.register::<B>(state.mark.id(), state.mark.primitive().clone());
-            return Ok(());
-        }
-        match grads.get::<B>(&state.mark) {
-            Some(_) => Ok(()),
-            None => Err(self.fault(
-                "two backwards in one `ddp.scope` reached the wrapped model: add the losses up, or give each its own \
-                scope"
-                    .into(),
-            )),
-        }
     }
 
     /// Gives the final gradient of a slot to the reducer, or reduces it to this rank's part.

@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
-use super::hook_depth::{AutodiffTensor, Ladder, scalar, untracked};
+use super::hook_depth::Ladder;
 use super::identical_data_check::SameGradients;
 use super::shadow_collectives;
 use super::shard::ShardedGradients;
@@ -27,8 +26,11 @@ pub(super) trait ModelState: Any + Send {
     /// Number of reductions so far.
     fn steps(&self) -> u64;
 
-    /// True if a call is open.
-    fn is_open(&self) -> bool;
+    /// Opens the state for a call. Returns false if one is open.
+    fn open(&mut self) -> bool;
+
+    /// Begins to count reads anew.
+    fn restart_reads(&mut self);
 
     /// True if the backward of the open call has reached the model.
     fn is_reached(&self) -> bool;
@@ -43,7 +45,7 @@ pub(super) trait ModelState: Any + Send {
     fn finish(&mut self, model: &WrappedModel) -> Result<bool>;
 
     /// See [`State::abandon_step`].
-    fn abandon(&mut self);
+    fn abandon(&mut self, alike: bool);
 
     /// True if the last backward has left an average for a slot.
     fn has_average(&self, slot: usize) -> bool;
@@ -69,8 +71,8 @@ pub(super) trait ModelState: Any + Send {
     /// Adds to the sum of a slot, whose parameter is `sharded` or not.
     fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum);
 
-    /// Notes that the values of the model are replaced.
-    fn note_replaced(&mut self);
+    /// Keeps the running statistics for a step that fails.
+    fn keep_statistics(&mut self);
 
     /// Ends the communication thread.
     fn retire(&mut self);
@@ -104,10 +106,6 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) open: bool,
     /// True if the backward of the open call has reached the model.
     pub(super) reached: bool,
-    /// A tensor that the first hook of a `scope` registers in its `Gradients`, so that a second backward shows.
-    pub(super) mark: AutodiffTensor<B>,
-    /// True if the mark was registered in the open call.
-    pub(super) marked: bool,
     pub(super) slots: Vec<SlotState<B>>,
     pub(super) sharded: ShardedGradients<B>,
     /// Averages that the last backward has left, by slot.
@@ -124,7 +122,9 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) statistics: Option<SyncedStatistics>,
     /// Number of the batch of the last backward; 0 if there is none.
     pub(super) last_batch: u64,
-    /// Track and epoch of that batch, if it came from a loader.
+    /// Number of the batch of a backward that was given up since.
+    pub(super) given_up: Option<u64>,
+    /// Track and epoch of the last batch, if it came from a loader.
     pub(super) epoch: Option<(Track, u32)>,
 }
 
@@ -145,19 +145,17 @@ impl<B: GradientMemory> Default for SlotState<B> {
 }
 
 impl<B: GradientMemory> State<B> {
-    fn new(parts: Parts, device: B::Device, dtype: DType) -> Result<Self> {
+    fn new(parts: Parts, device: B::Device) -> Result<Self> {
         let Parts { group, slots, settings, meter, statistics } = parts;
         let store = open_store::<B>(slots.clone(), device.clone(), settings);
         let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
             accumulation: settings.accumulation,
-            mark: untracked::<B>(scalar::<B>(&device, dtype)),
             device,
             ladder: Ladder::new(),
             open: false,
             reached: false,
-            marked: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
             sharded: ShardedGradients::new(slots.len()),
             averages: slots.iter().map(|_| None).collect(),
@@ -167,6 +165,7 @@ impl<B: GradientMemory> State<B> {
             same_gradients: SameGradients::new(&slots),
             statistics,
             last_batch: 0,
+            given_up: None,
             epoch: None,
         })
     }
@@ -182,7 +181,6 @@ impl<B: GradientMemory> State<B> {
     pub(super) fn reset(&mut self) {
         self.open = false;
         self.reached = false;
-        self.marked = false;
         self.ladder.restart();
         self.slots.iter_mut().for_each(|slot| *slot = SlotState::default());
     }
@@ -193,8 +191,12 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reducer.step()
     }
 
-    fn is_open(&self) -> bool {
-        self.open
+    fn open(&mut self) -> bool {
+        !std::mem::replace(&mut self.open, true)
+    }
+
+    fn restart_reads(&mut self) {
+        self.ladder.restart();
     }
 
     fn is_reached(&self) -> bool {
@@ -213,8 +215,8 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.finish_step(model)
     }
 
-    fn abandon(&mut self) {
-        self.abandon_step();
+    fn abandon(&mut self, alike: bool) {
+        self.abandon_step(alike);
     }
 
     fn has_average(&self, slot: usize) -> bool {
@@ -258,8 +260,8 @@ impl<B: GradientMemory> ModelState for State<B> {
         }
     }
 
-    fn note_replaced(&mut self) {
-        self.statistics.iter_mut().for_each(SyncedStatistics::forget);
+    fn keep_statistics(&mut self) {
+        self.statistics.iter_mut().for_each(SyncedStatistics::keep);
     }
 
     fn retire(&mut self) {
@@ -313,10 +315,10 @@ impl ModelOpening {
     }
 
     /// Makes the state on backend `B`. *Collective* over the group.
-    pub(super) fn open<B: GradientMemory>(&self, device: B::Device, dtype: DType) {
+    pub(super) fn open<B: GradientMemory>(&self, device: B::Device) {
         let mut opening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Opening::Prepared(parts) = std::mem::replace(&mut *opening, Opening::Taken) {
-            let state = State::<B>::new(*parts, device, dtype);
+            let state = State::<B>::new(*parts, device);
             *opening = Opening::Open(state.map(|state| Box::new(state) as Box<dyn ModelState>));
         }
     }

@@ -77,9 +77,9 @@ pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
         }
 
         fn exit_module(&mut self, name: &str, _: &str) {
+            let is_tap = name == TAP_NAME;
+            let tap = if is_tap { VISITED.take() } else { None };
             if let Some(seen) = self.last.take() {
-                let is_tap = name == TAP_NAME;
-                let tap = if is_tap { VISITED.take() } else { None };
                 self.path.len -= usize::from(is_tap);
                 self.visitor.leave(&self.path, seen, tap);
                 self.path.len += usize::from(is_tap);
@@ -91,6 +91,7 @@ pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
             self.last = self.visitor.parameter(param);
         }
     }
+    VISITED.take();
     let mut walk = Walk { visitor, path: Path::default(), last: None };
     bypass(|| model.visit(&mut walk));
     // A model that is a bare parameter has no module around it.

@@ -166,7 +166,6 @@ impl Module for Tap {
         } else if is_replacing() {
             self.handle.mixed = false;
             self.handle.value_id = self.handle.model.next_value_id(self.handle.slot);
-            self.handle.model.note_replaced();
         }
         self
     }

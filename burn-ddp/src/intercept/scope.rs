@@ -1,9 +1,15 @@
 //! The one door: a backward begins and ends in [`run`], which is the function to read first.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
+use burn::backend::Backend;
+use burn::backend::autodiff::grads::Gradients;
+use burn::tensor::DType;
+
+use super::hook_depth::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
 use crate::agreement::tell_peers;
 use crate::ddp::Ddp;
@@ -14,11 +20,19 @@ thread_local! {
     static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
 }
 
+#[derive(Default)]
 struct Open {
     /// Models that the call trains; `None` in [`catch`].
     models: Option<Vec<Arc<WrappedModel>>>,
+    /// Weight of the backward, for layers that weigh in it; `None` in [`catch`].
+    items: Option<f64>,
     /// True if code of others runs the backward, so that there may be two.
     counts_backwards: bool,
+    /// An autodiff tensor of the models' backend that the first hook has registered in its `Gradients`, so that a
+    /// second backward shows.
+    mark: Option<Box<dyn Any>>,
+    /// Models that the backward reached and the call does not train.
+    ignored: Vec<Arc<WrappedModel>>,
     /// The first error of a hook, or of a collective in a forward or backward.
     error: Option<Error>,
 }
@@ -63,9 +77,13 @@ pub(crate) fn run<R, P>(
     models.sort_by_key(|model| model.id);
     let outcome = (|| {
         let batch = ddp.state().begin_backward(call.items)?;
-        let _open = WeightOfCall(ddp);
         let mut steps = Steps::begin(&models, |model| model.begin_step(&batch, call))?;
-        let open = Open { models: Some(models.clone()), counts_backwards: call.counts_backwards, error: None };
+        let open = Open {
+            models: Some(models.clone()),
+            items: Some(batch.items),
+            counts_backwards: call.counts_backwards,
+            ..Open::default()
+        };
         let mut out = within(open, f)?;
         for model in &models {
             model.refuse_unreached()?;
@@ -86,30 +104,23 @@ pub(crate) fn reduce_held(ddp: &Ddp, mut models: Vec<Arc<WrappedModel>>) -> Resu
 /// Runs `f`, a forward without a backward, with errors of its collectives returned instead of panics.
 #[cfg(feature = "train")]
 pub(crate) fn catch<R>(f: impl FnOnce() -> R) -> Result<R> {
-    within(Open { models: None, counts_backwards: false, error: None }, f)
-}
-
-/// The weight of the open call, for layers that weigh in their backward.
-struct WeightOfCall<'a>(&'a Ddp);
-
-impl Drop for WeightOfCall<'_> {
-    fn drop(&mut self) {
-        self.0.state().batch_weight.end_call();
-    }
+    within(Open::default(), f)
 }
 
 /// The steps of several models in one call. They are abandoned when this value is dropped before they have ended.
 struct Steps<'a> {
     begun: Vec<&'a Arc<WrappedModel>>,
     ended: bool,
+    /// True if all ranks end without averages alike.
+    fails_alike: bool,
 }
 
 impl<'a> Steps<'a> {
     fn begin(models: &'a [Arc<WrappedModel>], begin: impl Fn(&WrappedModel) -> Result<bool>) -> Result<Self> {
-        let mut steps = Steps { begun: Vec::new(), ended: false };
+        let mut steps = Steps { begun: Vec::new(), ended: false, fails_alike: false };
         let mut reduces = None;
         for model in models {
-            model.refuse_open()?;
+            model.open_step()?;
             steps.begun.push(model);
             let reduces_this = begin(model)?;
             if *reduces.get_or_insert(reduces_this) != reduces_this {
@@ -124,12 +135,23 @@ impl<'a> Steps<'a> {
     }
 
     /// Submits what backward has not submitted, of all models before it waits for any: so no rank waits for a bucket
-    /// that another has not sent.
+    /// that another has not sent. Waits for all models, also after an error of one: what is under way would be taken
+    /// for results of the next call.
     fn reduce(&mut self) -> Result<bool> {
         self.begun.iter().try_for_each(|model| model.submit_step())?;
-        let mut reduced = false;
+        let (mut reduced, mut first_error) = (false, None);
         for model in &self.begun {
-            reduced |= model.finish_step()?;
+            match model.finish_step() {
+                Ok(reduced_this) => reduced |= reduced_this,
+                Err(error) => drop(first_error.get_or_insert(error)),
+            }
+        }
+        if let Some(error) = first_error {
+            self.fails_alike = error.job_usable();
+            return Err(error);
+        }
+        if reduced {
+            self.begun.iter().for_each(|model| model.keep_statistics());
         }
         self.ended = true;
         Ok(reduced)
@@ -139,7 +161,7 @@ impl<'a> Steps<'a> {
 impl Drop for Steps<'_> {
     fn drop(&mut self) {
         if !self.ended {
-            self.begun.iter().for_each(|model| model.abandon_step());
+            self.begun.iter().for_each(|model| model.abandon_step(self.fails_alike));
         }
     }
 }
@@ -155,8 +177,9 @@ fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
     }
     let restore = Restore(OPEN.replace(Some(open)));
     let out = catch_unwind(AssertUnwindSafe(f));
-    let error = OPEN.take().and_then(|open| open.error);
+    let Open { ignored, error, .. } = OPEN.take().unwrap_or_default();
     drop(restore);
+    ignored.iter().for_each(|model| model.restart_reads());
     match (error, out) {
         (Some(error), _) => Err(error),
         (None, Ok(out)) => Ok(out),
@@ -177,6 +200,39 @@ pub(super) fn role_of(model: &Arc<WrappedModel>) -> Role {
     })
 }
 
+/// Notes that the backward of the call reached a model that it does not train.
+pub(super) fn note_ignored(model: &Arc<WrappedModel>) {
+    OPEN.with_borrow_mut(|open| {
+        if let Some(open) = open
+            && !open.ignored.iter().any(|known| Arc::ptr_eq(known, model))
+        {
+            open.ignored.push(model.clone());
+        }
+    });
+}
+
+/// True if `grads` are not those of the first backward of the call that is open on this thread. `device` and `dtype`
+/// are those of a gradient.
+pub(super) fn is_second_backward<B: Backend>(grads: &mut Gradients, device: &B::Device, dtype: DType) -> bool {
+    OPEN.with_borrow_mut(|open| {
+        let Some(open) = open else { return false };
+        match open.mark.as_ref().map(|mark| mark.downcast_ref::<AutodiffTensor<B>>()) {
+            Some(mark) => mark.is_none_or(|mark| grads.get::<B>(mark).is_none()),
+            None => {
+                let mark = untracked::<B>(scalar::<B>(device, dtype));
+                grads.register::<B>(mark.id(), mark.primitive().clone());
+                open.mark = Some(Box::new(mark));
+                false
+            }
+        }
+    })
+}
+
+/// Weight of the backward that runs on this thread, if a call of the door runs it.
+pub(crate) fn weight_of_backward() -> Option<f64> {
+    OPEN.with_borrow(|open| open.as_ref().and_then(|open| open.items))
+}
+
 /// True if the call that is open on this thread has failed: what it computes is of no use.
 pub(super) fn has_failed() -> bool {
     OPEN.with_borrow(|open| open.as_ref().is_some_and(|open| open.error.is_some()))
@@ -188,7 +244,9 @@ pub(crate) fn refused(ddp: &Ddp, error: Error) -> Error {
         Error::Invalid { reason, .. } => Error::Backward { rank: ddp.world().rank(), reason },
         other => other,
     };
-    note_error(&error);
+    if !error.job_usable() {
+        note_error(&error);
+    }
     tell_peers(ddp, &error);
     error
 }

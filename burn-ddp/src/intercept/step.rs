@@ -11,11 +11,11 @@ use crate::batch_weight::Batch;
 use crate::gradients::{Boundary, GradientMemory, Outcome, Piggyback};
 
 impl WrappedModel {
-    /// Refuses to begin a step while another is open.
-    pub(super) fn refuse_open(&self) -> Result<()> {
-        match self.lock().is_open() {
-            false => Ok(()),
-            true => Err(self.fault(
+    /// Takes the model for a step, which no other can begin then.
+    pub(super) fn open_step(&self) -> Result<()> {
+        match self.lock().open() {
+            true => Ok(()),
+            false => Err(self.fault(
                 "a backward of the wrapped model is open already: `ddp.backward` was called inside `ddp.scope`, or on \
                 another thread"
                     .into(),
@@ -57,10 +57,18 @@ impl WrappedModel {
         Ok(reduced)
     }
 
-    /// Drops everything of the step, and the micro-batches that were held for it.
-    pub(super) fn abandon_step(&self) {
-        self.lock().abandon();
+    /// Drops everything of the step, and the micro-batches that were held for it; `alike` if all ranks do so.
+    pub(super) fn abandon_step(&self, alike: bool) {
+        self.lock().abandon(alike);
         self.end_step();
+    }
+
+    /// Begins to count reads anew after a backward that did not train this model.
+    pub(super) fn restart_reads(&self) {
+        self.lock().restart_reads();
+        if let Some(shards) = self.shards() {
+            shards.restart();
+        }
     }
 
     fn end_step(&self) {
@@ -86,7 +94,6 @@ impl WrappedModel {
 impl<B: GradientMemory> State<B> {
     /// See [`WrappedModel::begin_step`].
     pub(super) fn begin_step(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool> {
-        self.open = true;
         model.ddp.world().set_step(self.reducer.step());
         model.measure_movements(self)?;
         let skips = model.ddp.state().skips();
@@ -111,6 +118,10 @@ impl<B: GradientMemory> State<B> {
                 every rank",
                 self.accumulation
             )));
+        }
+        // A batch that this rank alone gave up, and does not try again, sets it apart from the others.
+        if self.given_up.take().is_some_and(|given_up| given_up != batch.number) {
+            self.reducer.note_lost();
         }
         self.epoch = epoch;
         self.last_batch = batch.number;
@@ -153,6 +164,9 @@ impl<B: GradientMemory> State<B> {
     pub(super) fn finish_step(&mut self, model: &WrappedModel) -> Result<bool> {
         let step = self.reducer.step();
         let results = self.reducer.finish()?;
+        if let Some(shards) = model.shards() {
+            self.sharded.refuse_weightless(shards)?;
+        }
         if let Some(results) = &results {
             model.refuse_differences(self, step, results)?;
             if let Some(statistics) = &mut self.statistics {
@@ -178,7 +192,9 @@ impl<B: GradientMemory> State<B> {
             return;
         }
         let slots = model.slots.iter().zip(&self.averages);
-        let unused = slots.filter_map(|(slot, average)| (slot.trainable && average.is_none()).then_some(&*slot.path));
+        let unused = slots.filter_map(|(slot, average)| {
+            (slot.trainable && !slot.sharded && average.is_none()).then_some(&*slot.path)
+        });
         let parameters = unused.collect::<Vec<_>>().join(", ");
         if !parameters.is_empty() {
             tracing::warn!(
@@ -198,13 +214,14 @@ impl<B: GradientMemory> State<B> {
     }
 
     /// See [`WrappedModel::abandon_step`].
-    pub(super) fn abandon_step(&mut self) {
+    pub(super) fn abandon_step(&mut self, alike: bool) {
         self.end();
         self.forget_averages();
         if let Some(statistics) = &mut self.statistics {
             statistics.restore();
         }
+        self.given_up = (!alike).then_some(self.last_batch);
         self.forget_batches();
-        self.reducer.abandon();
+        self.reducer.abandon(alike);
     }
 }

@@ -39,23 +39,22 @@ impl SyncedStatistics {
         Ok(())
     }
 
-    /// Sets the values that the ranks agreed on, and keeps them for [`restore`](Self::restore).
+    /// Sets the values that the ranks agreed on.
     pub(super) fn receive(&mut self, results: &PiggybackResult) {
         if self.is_synced() {
             let sent = std::mem::take(&mut self.sent);
             self.buffers.write(running_stats::unpack(&sent, &results.statistics));
         }
+    }
+
+    /// Keeps the values for [`restore`](Self::restore).
+    pub(super) fn keep(&mut self) {
         self.buffers.keep();
     }
 
-    /// Sets the values that were kept when the last step ended.
+    /// Sets the values that were kept: when the last step ended, or when others were loaded.
     pub(super) fn restore(&mut self) {
         self.sent.clear();
         self.buffers.restore();
-    }
-
-    /// Forgets the values that were kept, since others are loaded.
-    pub(super) fn forget(&mut self) {
-        self.buffers.forget();
     }
 }

@@ -130,6 +130,15 @@ impl Own<'_> {
             Own::Params(params) => Own::Params(params),
         }
     }
+
+    /// What else than a read past its tap may have given a parameter a gradient.
+    fn or_by_hand(&self) -> &'static str {
+        match self {
+            #[cfg(feature = "train")]
+            Own::Params(_) => ", or `TrainStep::step` gave it a gradient by hand",
+            _ => "",
+        }
+    }
 }
 
 /// Gradients of one model before the averages are there. Opaque.
@@ -161,8 +170,8 @@ trait Trainable {
     /// True if this rank has a gradient of it that no tap has seen.
     fn is_in(&self, own: &Own<'_>) -> bool;
 
-    /// Moves such a gradient into `gradients`. Returns false if there is none.
-    fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams) -> bool;
+    /// Moves such a gradient into `gradients`, if there is one.
+    fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams);
 
     /// Puts its average into `gradients`, if there is one.
     fn put_average(self: Box<Self>, tap: TapHandle, gradients: &mut GradientsParams);
@@ -187,16 +196,22 @@ impl<const D: usize> Trainable for Leaf<D> {
         }
     }
 
-    fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams) -> bool {
-        let Own::Gradients(own) = own else { return false };
-        let gradient = self.value.grad_remove(own);
-        gradient.map(|gradient| gradients.register(self.id, gradient)).is_some()
+    fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams) {
+        if let Own::Gradients(own) = own
+            && let Some(gradient) = self.value.grad_remove(own)
+        {
+            gradients.register(self.id, gradient);
+        }
     }
 
     fn put_average(self: Box<Self>, tap: TapHandle, gradients: &mut GradientsParams) {
         // A clone that came before has taken the average of its slot.
-        if tap.model.has_average(tap.slot) {
-            let average = Tensor::<D>::from_dispatch(Dispatch::average(self.value.into_dispatch(), tap));
+        if !tap.model.has_average(tap.slot) {
+            return;
+        }
+        let average = Tensor::<D>::from_dispatch(Dispatch::average(self.value.into_dispatch(), tap.clone()));
+        // It is there still if this copy of the model is on another backend.
+        if !tap.model.has_average(tap.slot) {
             gradients.register(self.id, average.inner());
         }
     }
@@ -223,16 +238,22 @@ pub(crate) fn prepare<M: Module>(model: &M, models: &Models, own: Own<'_>) -> Re
             let is_local = |path: &str| models.0.iter().any(|model| model.is_local(path, parameter.id()));
             let fault = match tap {
                 Some(_) if parameter.is_in(own) => format!(
-                    "{path} was read past its tap, so its gradient is not averaged: read parameters through `val()`, \
-                    not through `base()` or by dereferencing the `Param`"
+                    "{path} was read past its tap{}, so its gradient is not averaged: read parameters through `val()`, \
+                    not through `base()` or by dereferencing the `Param`",
+                    own.or_by_hand()
                 ),
                 Some(tap) => return prepared.tapped.push((parameter, tap)),
-                None if !parameter.move_own(own, &mut prepared.own) || is_local(&path.to_string()) => return,
-                None => format!(
-                    "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` \
-                    (`Param::map` makes a new parameter; `Module::map` keeps the tap). Change it before, or \
-                    `ddp.wrap(ddp.unwrap(model)?)` again"
-                ),
+                None => {
+                    parameter.move_own(own, &mut prepared.own);
+                    if is_local(&path.to_string()) {
+                        return;
+                    }
+                    format!(
+                        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` \
+                        (`Param::map` makes a new parameter; `Module::map` keeps the tap), or never wrapped. Change it \
+                        before, or `ddp.wrap(ddp.unwrap(model)?)` again"
+                    )
+                }
             };
             self.fault.get_or_insert(Error::invalid(fault));
         }

@@ -151,6 +151,11 @@ impl WrappedModel {
         }
     }
 
+    /// Number of the model, the same on all ranks.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Counts a tap, or an owner that attaches taps, when it appears or goes.
     pub(crate) fn count_holder(&self, appears: bool) {
         if appears {
@@ -332,9 +337,9 @@ impl WrappedModel {
         self.retrained.store(true, Ordering::Release);
     }
 
-    /// Notes that all ranks give a copy of the model other values.
-    pub(super) fn note_replaced(&self) {
-        self.lock().note_replaced();
+    /// Keeps the running statistics as those to go on from after a step that fails.
+    pub(crate) fn keep_statistics(&self) {
+        self.lock().keep_statistics();
     }
 
     /// Notes that the model has a `SyncBatchNorm`.

@@ -49,7 +49,9 @@ pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
     let source = (group.world_size() > 1).then_some((ddp, group, root));
     let site = Location::caller();
-    attribute_calls(site, || replace(|| values(model, source, devices, &schema, first_clone, &is_local)))
+    let model = attribute_calls(site, || replace(|| values(model, source, devices, &schema, first_clone, &is_local)))?;
+    find(&model).iter().for_each(|wrapped| wrapped.keep_statistics());
+    Ok(model)
 }
 
 /// For each entry the first entry of which it is a clone, on the root: all ranks get the root's values, so the root's

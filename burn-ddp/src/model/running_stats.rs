@@ -48,9 +48,6 @@ pub(crate) trait Buffers: Send {
 
     /// Sets the values that were kept last, if there are some.
     fn restore(&mut self);
-
-    /// Drops the values that were kept.
-    fn forget(&mut self);
 }
 
 /// For each float parameter and buffer in traversal order, true if it is a buffer: if it refuses to require a gradient.
@@ -157,15 +154,10 @@ impl<M: Module> Buffers for Handle<M> {
                 }
             }
         }
-        if let (Some(kept), Some(model)) = (&self.kept, self.model.take()) {
-            // A forward that has failed may have left an update behind.
-            drop(model.valid());
-            self.model = Some(model.map(&mut Restore(kept)));
-        }
-    }
-
-    fn forget(&mut self) {
-        self.kept = None;
+        let Some(kept) = &self.kept else { return };
+        // A forward that has failed may have left an update behind.
+        self.model.iter().for_each(|model| drop(model.valid()));
+        self.model = self.model.take().map(|model| model.map(&mut Restore(kept)));
     }
 }
 

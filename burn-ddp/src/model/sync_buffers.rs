@@ -59,7 +59,11 @@ impl Ddp {
 pub(crate) fn sync_wrapped<M: Module>(group: &ProcessGroup, model: &M) -> Result<()> {
     let wrapped = wrapped_in(group, model)?;
     match wrapped.first().and_then(|wrapped| Some((wrapped, wrapped.buffer_policy()?))) {
-        Some((wrapped, policy)) => running_stats::sync(group, model, policy, |path, id| wrapped.is_local(path, id)),
+        Some((wrapped, policy)) => {
+            running_stats::sync(group, model, policy, |path, id| wrapped.is_local(path, id))?;
+            wrapped.keep_statistics();
+            Ok(())
+        }
         None => Ok(()),
     }
 }

@@ -17,6 +17,7 @@ use crate::Result;
 use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
+use crate::intercept;
 
 /// The batch of all ranks, by which a [`SyncBatchNorm`](super::SyncBatchNorm) normalises. Opaque: made by that layer,
 /// passed through [`SyncBatchNormBackend`].
@@ -161,7 +162,8 @@ impl SyncedBatch {
     fn means<B: Backend>(&self, sums: [FloatTensor<B>; 2]) -> Result<[FloatTensor<B>; 2]> {
         let device = sums[0].device();
         let dtype = sums[0].dtype();
-        let weight = if self.weighs_items { self.ddp.state().batch_weight.items() } else { 1.0 };
+        let items = || intercept::weight_of_backward().unwrap_or_else(|| self.ddp.state().batch_weight.items());
+        let weight = if self.weighs_items { items() } else { 1.0 };
         let mut all = Vec::new();
         for sum in sums {
             all.extend(values(read::<B>(sum)?)?.into_iter().map(|sum| sum * weight));

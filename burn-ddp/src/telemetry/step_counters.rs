@@ -50,7 +50,7 @@ pub struct Stats {
     pub gathered: u64,
     /// Time in [`Ddp::backward`](crate::Ddp::backward) without `wait`: computing gradients and copying them into
     /// buckets; for [sharded](crate::WrapConfig::with_sharding) parameters also gathering them and reducing their
-    /// gradients. In a [`Ddp::scope`](crate::Ddp::scope) it is the time of the whole scope.
+    /// gradients.
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,

@@ -126,3 +126,19 @@ fn optimizers_are_checked_with_the_shapes_of_the_parameters() {
         .unwrap();
     }
 }
+
+/// The largest gradients of the check end in NaN in such an optimizer, together and apart.
+#[test]
+fn optimizers_that_mix_elements_are_refused_in_large_parameters_too() {
+    Ddp::spawn(2, |ddp| {
+        let model = LinearConfig::new(128, 256).with_bias(false).init(&ddp.device()?.autodiff());
+        let model: Linear = ddp.wrap_with(model, &sharded())?;
+        for optim in [burn::optim::AdafactorConfig::new().init(), MuonConfig::new().init()] {
+            let error = ddp.optimizer(optim, &model).map(drop).expect_err("it mixes elements").to_string();
+            anyhow::ensure!(error.contains("(weight)"), "{error}");
+        }
+        ddp.optimizer(AdamWConfig::new().init(), &model)?;
+        Ok(())
+    })
+    .unwrap();
+}

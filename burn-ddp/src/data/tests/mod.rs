@@ -60,7 +60,5 @@ fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> 
 
 /// The batch that a call of `ddp.backward` would have now.
 fn batch_of_call(ddp: &Ddp) -> crate::Result<Batch> {
-    let batch = ddp.state().begin_backward(None);
-    ddp.state().batch_weight.end_call();
-    batch
+    ddp.state().begin_backward(None)
 }

@@ -1,4 +1,4 @@
-//! Stores of gradients until their reduction, and of averages until they are registered on leaves.
+//! Stores of gradients until their reduction, and of averages until they are handed out.
 
 mod device_store;
 mod host_store;

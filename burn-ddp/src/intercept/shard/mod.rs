@@ -1,10 +1,10 @@
 //! Parameters of which each rank holds a part: their rows of dimension 0.
 //!
-//! A read gathers the parts of all ranks, under the same gate and hook as any read of a wrapped model (`../README.md`).
-//! The graph does not keep what was gathered: the node of the hook is memory-bound, so Burn gathers anew when a layer's
-//! backward asks for the value. The last hook of a parameter leaves each rank the average of its own rows, and the last
-//! gate registers that on the leaf, which is the part. Gathers and reductions are done in the host's memory, or, where
-//! the group's engine is NCCL, on the device, for which nothing waits.
+//! A read gathers the parts of all ranks, under the same hook as any read of a wrapped model (`../README.md`). The
+//! graph does not keep what was gathered: the node of the hook is memory-bound, so Burn gathers anew when a layer's
+//! backward asks for the value. The last hook of a parameter leaves each rank the average of its own rows. Gathers and
+//! reductions are done in the host's memory, or, where the group's engine is NCCL, on the device, for which nothing
+//! waits.
 //!
 //! | | |
 //! |---|---|

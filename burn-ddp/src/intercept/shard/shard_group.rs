@@ -115,7 +115,7 @@ pub(crate) struct ShardGroup {
     reads: AtomicUsize,
     /// Reads of each slot since the last agreement.
     reads_to_compare: Box<[AtomicUsize]>,
-    /// Locked by reads, for a moment, and by the last gate.
+    /// Locked by reads, for a moment, and when a call ends.
     held: Mutex<GatherCache>,
     /// Number of the device in whose memory parameters become whole, and gradients are reduced; `None` if all that is
     /// done in the memory of the host, as it is for copies of the model on other devices.

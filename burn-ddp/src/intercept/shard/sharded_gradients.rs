@@ -24,6 +24,8 @@ pub(in crate::intercept) struct ShardedGradients<B: Backend> {
 
 /// Agreement of the ranks before the first reduction of a backward.
 struct Agreement {
+    /// True if all ranks have the weight 0: nothing is reduced, and the step fails once no collective is under way.
+    is_weightless: bool,
     /// The ranks' weights, unless the reduction is a sum.
     weights: Option<Vec<f64>>,
     /// True if this backward adds to the gradients of some rank: those of weight 0 do not.
@@ -68,10 +70,8 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let ranks = shards.agree(&own)?;
         let most = |column: usize| ranks.iter().map(|of_rank| of_rank[column]).max().unwrap_or_default();
         let weights: Vec<f64> = ranks.iter().map(|of_rank| f64::from_bits(of_rank[0] as u64)).collect();
-        if weights.iter().all(|weight| *weight <= 0.0) {
-            shards.refuse_weights_of_zero()?;
-        }
         self.agreement = Some(Agreement {
+            is_weightless: weights.iter().all(|weight| *weight <= 0.0),
             weights: micro_batch.weight_of_mean.map(|_| weights),
             contributes: most(1) > 0,
             reads: (0..n).map(|slot| most(2 + slot)).collect(),
@@ -85,6 +85,14 @@ impl<B: GradientMemory> ShardedGradients<B> {
     pub(in crate::intercept) fn is_last_hook(&mut self, slot: usize) -> bool {
         self.slots[slot].hooks += 1;
         self.agreement.as_ref().is_some_and(|agreed| self.slots[slot].hooks >= agreed.reads[slot])
+    }
+
+    /// Fails like a mean in which all weights are 0, if all are. *Collective*.
+    pub(in crate::intercept) fn refuse_weightless(&self, shards: &ShardGroup) -> Result<()> {
+        match &self.agreement {
+            Some(Agreement { is_weightless: true, .. }) => shards.refuse_weights_of_zero(),
+            _ => Ok(()),
+        }
     }
 
     /// True if a sum of earlier micro-batches must be reduced, which this rank or another one holds.
@@ -142,7 +150,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 .fault(format!("the gradient of {} came before the ranks agreed which gradients to reduce", s.path)));
         };
         let state = &mut self.slots[slot];
-        if !agreed.contributes && !agreed.held[slot] {
+        if agreed.is_weightless || !agreed.contributes && !agreed.held[slot] {
             return Ok(());
         }
         let held = if whole.is_none() { state.held.take() } else { None };
