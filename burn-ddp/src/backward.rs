@@ -181,8 +181,8 @@ impl Ddp {
         found.0.sort_by_key(|model| model.id());
         let mut held: Vec<u8> = found.0.iter().map(|model| u8::from(model.holds_gradients())).collect();
         self.group().all_reduce(&mut held, ReduceOp::Max)?;
-        let of_some = found.0.iter().zip(&held).filter_map(|(model, held)| (*held > 0).then(|| model.clone()));
-        let held: Vec<_> = of_some.collect();
+        let of_some = found.0.iter().zip(&held).filter(|(_, held)| **held > 0);
+        let held: Vec<_> = of_some.map(|(model, _)| model.clone()).collect();
         if held.is_empty() {
             return Ok(None);
         }
