@@ -4,20 +4,21 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
-use burn_ddp_comm::ReduceOp;
+use burn_ddp_comm::{ReduceOp, TensorType};
 
+use crate::agreement::tell_peers;
 use crate::ddp::Ddp;
-use crate::element_collectives::{all_gather, all_reduce, check_rows, in_place, read, reduce_scatter};
+use crate::element_collectives::{all_gather, all_reduce, all_to_all, in_place, read, reduce_scatter};
 use crate::model::broadcast;
 use crate::tensor_conversion::back;
 use crate::{Error, Result, optimizer};
 
 /// Collectives on tensors, models and optimizers, implemented by [`Ddp`].
 ///
-/// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the
-/// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives through which gradients flow. Each
-/// method blocks until this rank's part is done. All but [`send`](Self::send) and [`recv`](Self::recv) are
-/// *collective*: every rank calls them, in the same order.
+/// Shapes and dtypes must agree between ranks, or every rank gets an error that shows both. Tensors travel through
+/// host memory; results are on the device of the input, outside any autodiff graph: [`Ddp::differentiable`] has the
+/// collectives through which gradients flow. Each method blocks until this rank's part is done. All but
+/// [`send`](Self::send) and [`recv`](Self::recv) are *collective*: every rank calls them, in the same order.
 ///
 /// The costs below are those of the engines `threads` and `tcp` for a tensor of `b` bytes on `n` ranks; with `shm` a
 /// rank reads the peers' memory instead of receiving messages. A step is one message to each peer and one from each.
@@ -242,8 +243,8 @@ pub trait Collectives: sealed::Sealed {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank, `root` passed `None` or another
-    /// number of elements.
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank or passed `None`; on `root`,
+    /// [`Error::Invalid`] if its tensor does not consist of such slices.
     ///
     /// # Example
     ///
@@ -297,7 +298,7 @@ pub trait Collectives: sealed::Sealed {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`]: the peer failed, called something else, or expects another number of elements or dtype.
+    /// [`Error::Comm`]: the peer failed, called something else, or expects another shape or dtype.
     ///
     /// # Example
     ///
@@ -343,8 +344,8 @@ impl Collectives for Ddp {
     #[track_caller]
     fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, mut data) = read(self, tensor)?;
-        in_place(&mut data, |bytes| self.group().broadcast_bytes(dtype, bytes, root))?;
+        let (of, mut data) = read(self, tensor)?;
+        in_place(&mut data, |bytes| self.group().broadcast_bytes(of, bytes, root))?;
         Ok(back(data, &device))
     }
 
@@ -378,18 +379,18 @@ impl Collectives for Ddp {
         root: usize,
     ) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, mut data) = read(self, tensor)?;
-        in_place(&mut data, |bytes| self.group().reduce_bytes(dtype, bytes, op, root))?;
+        let (of, mut data) = read(self, tensor)?;
+        in_place(&mut data, |bytes| self.group().reduce_bytes(of, bytes, op, root))?;
         Ok(back(data, &device))
     }
 
     #[track_caller]
     fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Option<Tensor<D, K>>> {
         let device = tensor.device();
-        let (dtype, data) = read(self, tensor)?;
+        let (of, data) = read(self, tensor)?;
         let mut shape = data.shape().clone();
         shape[0] *= self.world_size();
-        let rows = self.group().gather_bytes(dtype, data.as_bytes(), root)?;
+        let rows = self.group().gather_bytes(of, data.as_bytes(), root)?;
         Ok(rows.map(|bytes| back(TensorData::from_bytes_vec(bytes, shape, data.dtype()), &device)))
     }
 
@@ -401,39 +402,49 @@ impl Collectives for Ddp {
         root: usize,
     ) -> Result<Tensor<D, K>> {
         let device = like.device();
-        let (dtype, mut part) = read(self, like)?;
+        let (of, mut part) = read(self, like)?;
         let whole = tensor.filter(|_| self.rank() == root).map(|whole| read(self, whole)).transpose()?;
-        if let Some((other, _)) = &whole
-            && *other != dtype
-        {
-            return Err(Error::invalid(format!("scatter of {other} elements into slices of {dtype}")));
-        }
-        let whole = whole.as_ref().map(|(_, data)| data.as_bytes());
-        in_place(&mut part, |bytes| self.group().scatter_bytes(dtype, whole, bytes, root))?;
+        let whole = whole.map(|whole| whole_of(whole, (of, part.shape()), self.world_size())).transpose();
+        // Only the root sees its tensor: the other ranks would wait for it.
+        let whole = whole.inspect_err(|e| tell_peers(self, e))?;
+        let whole = whole.as_ref().map(TensorData::as_bytes);
+        in_place(&mut part, |bytes| self.group().scatter_bytes(of, whole, bytes, root))?;
         Ok(back(part, &device))
     }
 
     #[track_caller]
     fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, data) = read(self, tensor)?;
-        check_rows("all_to_all", data.shape()[0], self.world_size())?;
-        let mut out = vec![0u8; data.as_bytes().len()];
-        self.group().all_to_all_bytes(dtype, data.as_bytes(), &mut out)?;
-        Ok(back(TensorData::from_bytes_vec(out, data.shape().clone(), data.dtype()), &device))
+        Ok(back(all_to_all(self.group(), read(self, tensor)?)?, &device))
     }
 
     #[track_caller]
     fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()> {
-        let (dtype, data) = read(self, tensor)?;
-        Ok(self.group().send_bytes(dtype, data.as_bytes(), to)?)
+        let (of, data) = read(self, tensor)?;
+        Ok(self.group().send_bytes(of, data.as_bytes(), to)?)
     }
 
     #[track_caller]
     fn recv<const D: usize, K: Basic>(&self, like: Tensor<D, K>, from: usize) -> Result<Tensor<D, K>> {
         let device = like.device();
-        let (dtype, mut data) = read(self, like)?;
-        in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
+        let (of, mut data) = read(self, like)?;
+        in_place(&mut data, |bytes| self.group().recv_bytes(of, bytes, from))?;
         Ok(back(data, &device))
     }
+}
+
+/// The elements of the `whole` tensor of a scatter, if it consists of a slice of this type and shape for each rank.
+fn whole_of(whole: (TensorType, TensorData), (of, slice): (TensorType, &[usize]), ranks: usize) -> Result<TensorData> {
+    let (whole_of, whole) = whole;
+    let mut expected = slice.to_vec();
+    expected[0] *= ranks;
+    if whole_of == TensorType::new(of.dtype, &expected) {
+        return Ok(whole);
+    }
+    Err(Error::invalid(format!(
+        "scatter of {} elements of shape {:?} into {ranks} slices of {} elements of shape {slice:?}",
+        whole_of.dtype,
+        &whole.shape()[..],
+        of.dtype
+    )))
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor, TensorData};
-use burn_ddp_comm::DType;
+use burn_ddp_comm::{DType, TensorType};
 
 use crate::{Error, Result};
 
@@ -57,8 +57,8 @@ pub(crate) fn data_of<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<
     tensor.try_into_data().map_err(|e| format!("{e:?}"))
 }
 
-/// Elements and their type, in the form that collectives take.
-pub(crate) fn with_dtype(data: TensorData) -> Result<(DType, TensorData)> {
+/// Elements, their type and shape, in the form that collectives take.
+pub(crate) fn with_type(data: TensorData) -> Result<(TensorType, TensorData)> {
     // Between ranks a bool is a byte, whatever the backend stores it as.
     let data = match data.dtype() {
         dtype if dtype.is_bool() => {
@@ -68,7 +68,7 @@ pub(crate) fn with_dtype(data: TensorData) -> Result<(DType, TensorData)> {
     };
     let dtype = comm_dtype(data.dtype())
         .ok_or_else(|| Error::invalid(format!("tensors of dtype {:?} cannot be sent between ranks", data.dtype())))?;
-    Ok((dtype, data))
+    Ok((TensorType::new(dtype, data.shape()), data))
 }
 
 /// A tensor of these elements on `device`.

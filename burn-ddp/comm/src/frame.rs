@@ -19,20 +19,22 @@
 //!     56      8  weight (f64)
 //!     64      8  tag
 //!     72      8  the sender's step, u64::MAX = none
-//!     80      …  the call site, UTF-8, at most 256 bytes
+//!     80      8  shape, 0 = none
+//!     88      …  the call site, UTF-8, at most 256 bytes
 //!      …      …  the payload
 //! ```
 
 use std::io::Write;
 
 use crate::call::{CallInfo, CallSite, Collective};
+use crate::tensor_type::Shape;
 use crate::{DType, ReduceOp};
 
 /// Version of all protocols between ranks. Ranks of different versions refuse each other.
-pub const PROTOCOL_VERSION: u16 = 5;
+pub const PROTOCOL_VERSION: u16 = 6;
 
 /// Bytes of the fixed part of a header, in front of the call site.
-pub const PREFIX_BYTES: usize = 80;
+pub const PREFIX_BYTES: usize = 88;
 
 /// Bytes of the longest call site on the wire. Longer call sites lose their beginning.
 pub const MAX_SITE_BYTES: usize = 256;
@@ -82,6 +84,7 @@ impl Header {
             self.weight.to_bits(),
             self.info.tag,
             self.info.step.unwrap_or(NO_STEP),
+            self.info.shape.map_or(0, Shape::code),
         ] {
             out.extend_from_slice(&number.to_le_bytes());
         }
@@ -125,6 +128,7 @@ impl Prefix {
             root: Some(u32_at(16)).filter(|root| *root != NO_ROOT).map(|root| root as usize),
             tag: u64_at(64),
             digest: u32_at(20),
+            shape: Shape::from_code(u64_at(80)),
             group: u64_at(24),
             sequence: u64_at(32),
             site: CallSite::Unknown,
@@ -192,6 +196,7 @@ mod tests {
                 root: Some(2),
                 tag: 0x100_0000_0007,
                 digest: 0xfeed_beef,
+                shape: Some(Shape::of(&[2, 300])),
                 group: 5,
                 sequence: 1 << 40,
                 site: site.into(),
@@ -217,6 +222,7 @@ mod tests {
         bare.info.reduce = None;
         bare.info.dtype = None;
         bare.info.root = None;
+        bare.info.shape = None;
         bare.info.step = None;
         for header in [header("src/main.rs:10:5"), bare] {
             let mut bytes = Vec::new();

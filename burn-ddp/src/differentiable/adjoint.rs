@@ -8,7 +8,7 @@ use burn_ddp_comm::{ProcessGroup, ReduceOp};
 use crate::Result;
 use crate::ddp::Ddp;
 use crate::element_collectives::{all_gather, all_reduce, reduce_scatter};
-use crate::tensor_conversion::with_dtype;
+use crate::tensor_conversion::with_type;
 
 /// Backward of a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through
 /// [`CollectiveBackend`](super::CollectiveBackend).
@@ -31,7 +31,7 @@ pub(crate) enum Kind {
 impl Adjoint {
     /// The gradient of a rank's input, from the gradients that all ranks have of their outputs. *Collective*.
     pub(crate) fn apply(&self, gradient: TensorData) -> Result<TensorData> {
-        let gradient = with_dtype(gradient)?;
+        let gradient = with_type(gradient)?;
         match self.kind {
             Kind::AllReduce(op) => all_reduce(&self.group, gradient, op),
             Kind::AllGather => reduce_scatter(&self.group, gradient, ReduceOp::Sum),

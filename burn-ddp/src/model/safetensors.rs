@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::save::Temporary;
 use super::schema::Snapshot;
 use crate::file_failure::FileFailure;
-use crate::tensor_conversion::with_dtype;
+use crate::tensor_conversion::with_type;
 
 /// Values begin at a multiple of this, so that readers can map them.
 const ALIGNMENT: usize = 8;
@@ -50,7 +50,7 @@ fn entries(Snapshot { schema, values }: Snapshot) -> Result<Vec<Entry>, String> 
 
 fn entry(name: String, data: TensorData) -> Result<Entry, String> {
     // Bools are bytes in the format, whatever the backend stores them as.
-    let data = if data.dtype().is_bool() { with_dtype(data).map_err(|e| e.to_string())?.1 } else { data };
+    let data = if data.dtype().is_bool() { with_type(data).map_err(|e| e.to_string())?.1 } else { data };
     let (dtype, size) = match data.dtype() {
         DType::F64 => ("F64", 8),
         DType::F32 | DType::Flex32 => ("F32", 4),

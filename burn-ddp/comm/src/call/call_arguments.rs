@@ -3,6 +3,7 @@
 use std::panic::Location;
 
 use super::{CallSite, Collective};
+use crate::tensor_type::{Shape, TensorType};
 use crate::{DType, Error, ReduceOp, Result};
 
 /// Source line of the caller.
@@ -30,6 +31,7 @@ pub(crate) struct Request {
     pub(crate) collective: Collective,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) dtype: Option<DType>,
+    pub(crate) shape: Option<Shape>,
     pub(crate) len_elems: usize,
     /// The root's group rank.
     pub(crate) root: Option<usize>,
@@ -47,6 +49,7 @@ impl Request {
             collective,
             reduce: None,
             dtype: None,
+            shape: None,
             len_elems: 0,
             root: None,
             tag: 0,
@@ -56,9 +59,16 @@ impl Request {
         }
     }
 
-    /// A call with `len_bytes` of `dtype` elements.
-    pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, caller: Caller) -> Request {
-        Request { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Request::bare(collective, caller) }
+    /// A call with `len_bytes` of elements.
+    pub(crate) fn elements(
+        collective: Collective,
+        elements: impl Into<TensorType>,
+        len_bytes: usize,
+        caller: Caller,
+    ) -> Request {
+        let TensorType { dtype, shape } = elements.into();
+        let len_elems = len_bytes / dtype.size_bytes();
+        Request { dtype: Some(dtype), shape, len_elems, ..Request::bare(collective, caller) }
     }
 }
 

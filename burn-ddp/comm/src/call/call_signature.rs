@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{CallSite, Collective};
+use crate::tensor_type::Shape;
 use crate::{DType, ReduceOp};
 
 /// Signature of a call, with its line and its step. All fields except line and step must be the same on all ranks; in a
@@ -28,6 +29,9 @@ pub struct CallInfo {
     /// of its reduction, and whether the elements are in a device's memory; 0 if there are none. Calls with a root have
     /// none.
     pub digest: u32,
+    /// Shape of the tensor that a rank passes, for collectives on tensors; that each rank gets, for `scatter` and
+    /// `recv`.
+    pub shape: Option<Shape>,
     /// The group's number in its world, shown by [`GroupId`].
     pub group: u64,
     /// Number of earlier calls on this group; for a call between two ranks, number of earlier calls between these two.
@@ -49,6 +53,7 @@ impl CallInfo {
             root: None,
             tag: 0,
             digest: 0,
+            shape: None,
             group,
             sequence,
             site: site.into(),
@@ -101,6 +106,7 @@ impl CallInfo {
             return;
         }
         report(self.len_elems != other.len_elems, "lengths");
+        report(self.shape != other.shape, "shapes");
         report(self.tag != other.tag, "tags");
         let hashed = match self.collective {
             Collective::SharedBuffers => "lengths of buffers",
@@ -143,6 +149,9 @@ impl CallInfo {
         if self.dtype.is_some() {
             let plural = if self.len_elems == 1 { "" } else { "s" };
             details.push(format!("{} element{plural}", self.len_elems));
+        }
+        if let Some(shape) = self.shape {
+            details.push(format!("shape {shape}"));
         }
         if self.collective == Collective::SendRecv {
             details.push(format!("room for {}", self.tag));
@@ -233,6 +242,8 @@ mod tests {
         assert_eq!(all_reduce().to_string(), text);
         let tagged = CallInfo { tag: 31, len_elems: 1, ..all_reduce() };
         assert!(tagged.to_string().contains("(f32, sum, 1 element, tag 0x1f)"), "{tagged}");
+        let shaped = CallInfo { shape: Some(Shape::of(&[10, 100])), ..all_reduce() };
+        assert_eq!(shaped.operation(), "all_reduce (f32, sum, 1000 elements, shape [10, 100])");
         let stepped = CallInfo { step: Some(28), ..CallInfo::bare(Collective::NewGroup, 1, 0, "a.rs:1:1") };
         assert_eq!(stepped.to_string(), "World::group (group 1) in step 28 called at a.rs:1:1");
         let of_a_part = CallInfo { group: GroupId::led_by(2, 5).0, ..stepped };
@@ -267,6 +278,7 @@ mod tests {
             ("reduce ops", CallInfo { reduce: Some(ReduceOp::Mean), ..call.clone() }),
             ("dtypes", CallInfo { dtype: Some(DType::F64), ..call.clone() }),
             ("lengths", CallInfo { len_elems: 999, ..call.clone() }),
+            ("shapes", CallInfo { shape: Some(Shape::of(&[10, 100])), ..call.clone() }),
             ("roots", CallInfo { root: Some(0), ..call.clone() }),
             ("tags", CallInfo { tag: 1, ..call.clone() }),
             ("memories (host or device)", CallInfo { digest: 1, ..call.clone() }),
@@ -283,6 +295,7 @@ mod tests {
         assert_eq!(send().differences(&send()), ["collectives"], "both send");
         assert_eq!(send().differences(&all_reduce()), ["collectives"]);
         assert_eq!(send().differences(&CallInfo { len_elems: 4, ..recv.clone() }), ["lengths"]);
+        assert_eq!(send().differences(&CallInfo { shape: Some(Shape::of(&[3])), ..recv.clone() }), ["shapes"]);
         assert_eq!(send().differences(&CallInfo { dtype: Some(DType::I32), ..recv.clone() }), ["dtypes"]);
         assert_eq!(send().differences(&CallInfo { sequence: 58, ..recv.clone() }), ["sequence numbers"]);
         let swap = |out, room| CallInfo { collective: Collective::SendRecv, len_elems: out, tag: room, ..send() };

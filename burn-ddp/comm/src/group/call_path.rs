@@ -9,10 +9,10 @@ use crate::Result;
 use crate::call::call_arguments::{Caller, Request, check_whole, refuse};
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::{Ticks, nanos};
-use crate::dtype::DType;
 use crate::engine::{Engine, Incoming, Outgoing};
 use crate::history::Log;
 use crate::poison_free_locks::lock;
+use crate::tensor_type::TensorType;
 use crate::timeline::Fact;
 use crate::world_member::Member;
 
@@ -130,6 +130,7 @@ impl CallPath {
             root,
             tag,
             digest,
+            shape,
             group: _,
             sequence: number,
             site,
@@ -142,6 +143,7 @@ impl CallPath {
         *root = request.root.map(|root| self.members.world_rank(root));
         *tag = request.tag;
         *digest = request.digest;
+        *shape = request.shape;
         *number = *sequence;
         *site = request.caller.shown();
         *step = request.caller.step;
@@ -178,10 +180,11 @@ impl CallPath {
     pub(crate) fn transfer(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         send: Option<Outbound<'_>>,
         receive: Option<Inbound<'_>>,
     ) -> Result<()> {
+        let TensorType { dtype, shape } = elements.into();
         let mut turn = self.turn();
         let Turn { engine, call, pair_sequences, .. } = &mut *turn;
         pair_sequences.resize(self.size(), 0);
@@ -189,6 +192,7 @@ impl CallPath {
         let mut side = |collective, peer: usize, len_bytes: usize| {
             let mut info = CallInfo {
                 dtype: Some(dtype),
+                shape,
                 len_elems: elements(len_bytes),
                 root: Some(self.members.world_rank(peer)),
                 step: caller.step,

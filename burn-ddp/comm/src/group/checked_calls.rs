@@ -6,6 +6,7 @@ use crate::call::Collective;
 use crate::call::call_arguments::{Caller, ON_DEVICE, Request, check_op, check_rows, check_whole, digest, refuse};
 use crate::dtype::Element;
 use crate::engine::OnDevice;
+use crate::tensor_type::TensorType;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl CallPath {
@@ -16,13 +17,14 @@ impl CallPath {
     pub(crate) fn all_reduce(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         buf: &mut [u8],
         op: ReduceOp,
         tag: u64,
     ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
         let request =
-            Request { reduce: Some(op), tag, ..Request::elements(Collective::AllReduce, dtype, buf.len(), caller) };
+            Request { reduce: Some(op), tag, ..Request::elements(Collective::AllReduce, elements, buf.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, buf.len())?;
             check_op(op, dtype)?;
@@ -33,13 +35,14 @@ impl CallPath {
     pub(crate) fn all_reduce_weighted(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         buf: &mut [u8],
         weight: f64,
         tag: u64,
     ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
         let request =
-            Request { weight, tag, ..Request::elements(Collective::AllReduceWeighted, dtype, buf.len(), caller) };
+            Request { weight, tag, ..Request::elements(Collective::AllReduceWeighted, elements, buf.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, buf.len())?;
             check_op(ReduceOp::Mean, dtype)?;
@@ -107,8 +110,16 @@ impl CallPath {
         })
     }
 
-    pub(crate) fn reduce(&self, caller: Caller, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        let request = Request::elements(Collective::Reduce, dtype, buf.len(), caller);
+    pub(crate) fn reduce(
+        &self,
+        caller: Caller,
+        elements: impl Into<TensorType>,
+        buf: &mut [u8],
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
+        let request = Request::elements(Collective::Reduce, elements, buf.len(), caller);
         self.call(Request { reduce: Some(op), root: Some(root), ..request }, |engine, call| {
             check_whole(dtype, buf.len())?;
             check_op(op, dtype)?;
@@ -120,12 +131,13 @@ impl CallPath {
     pub(crate) fn reduce_scatter(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         input: &[u8],
         output: &mut [u8],
         (op, tag): (ReduceOp, u64),
     ) -> Result<()> {
-        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
+        let elements @ TensorType { dtype, .. } = elements.into();
+        let request = Request::elements(Collective::ReduceScatter, elements, output.len(), caller);
         let request = Request { reduce: Some(op), tag, ..request };
         self.call(request, |engine, call| {
             check_whole(dtype, output.len())?;
@@ -135,9 +147,16 @@ impl CallPath {
         })
     }
 
-    pub(crate) fn broadcast(&self, caller: Caller, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
+    pub(crate) fn broadcast(
+        &self,
+        caller: Caller,
+        elements: impl Into<TensorType>,
+        buf: &mut [u8],
+        root: usize,
+    ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
         let request =
-            Request { root: Some(root), ..Request::elements(Collective::Broadcast, dtype, buf.len(), caller) };
+            Request { root: Some(root), ..Request::elements(Collective::Broadcast, elements, buf.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, buf.len())?;
             self.check_root(root)?;
@@ -148,12 +167,13 @@ impl CallPath {
     pub(crate) fn all_gather(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         input: &[u8],
         rows: &mut [u8],
         tag: u64,
     ) -> Result<()> {
-        let request = Request { tag, ..Request::elements(Collective::AllGather, dtype, input.len(), caller) };
+        let elements @ TensorType { dtype, .. } = elements.into();
+        let request = Request { tag, ..Request::elements(Collective::AllGather, elements, input.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, input.len())?;
             check_rows("an output", dtype, rows.len(), self.size(), input.len())?;
@@ -165,12 +185,14 @@ impl CallPath {
     pub(crate) fn gather(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         input: &[u8],
         rows: Option<&mut [u8]>,
         root: usize,
     ) -> Result<()> {
-        let request = Request { root: Some(root), ..Request::elements(Collective::Gather, dtype, input.len(), caller) };
+        let elements @ TensorType { dtype, .. } = elements.into();
+        let request =
+            Request { root: Some(root), ..Request::elements(Collective::Gather, elements, input.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, input.len())?;
             self.check_root(root)?;
@@ -198,13 +220,14 @@ impl CallPath {
     pub(crate) fn scatter(
         &self,
         caller: Caller,
-        dtype: DType,
+        elements: impl Into<TensorType>,
         input: Option<&[u8]>,
         output: &mut [u8],
         root: usize,
     ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
         let request =
-            Request { root: Some(root), ..Request::elements(Collective::Scatter, dtype, output.len(), caller) };
+            Request { root: Some(root), ..Request::elements(Collective::Scatter, elements, output.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, output.len())?;
             self.check_root(root)?;
@@ -222,8 +245,15 @@ impl CallPath {
         })
     }
 
-    pub(crate) fn all_to_all(&self, caller: Caller, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
-        let request = Request::elements(Collective::AllToAll, dtype, input.len(), caller);
+    pub(crate) fn all_to_all(
+        &self,
+        caller: Caller,
+        elements: impl Into<TensorType>,
+        input: &[u8],
+        output: &mut [u8],
+    ) -> Result<()> {
+        let elements @ TensorType { dtype, .. } = elements.into();
+        let request = Request::elements(Collective::AllToAll, elements, input.len(), caller);
         self.call(request, |engine, call| {
             check_whole(dtype, input.len())?;
             let elements = input.len() / dtype.size_bytes();

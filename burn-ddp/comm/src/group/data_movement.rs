@@ -6,7 +6,7 @@ use super::ProcessGroup;
 #[cfg(doc)]
 use crate::Error;
 use crate::dtype::Element;
-use crate::{DType, Result};
+use crate::{DType, Result, TensorType};
 
 impl ProcessGroup {
     /// Copies the root's buffer to all ranks.
@@ -45,9 +45,9 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn broadcast_bytes(&self, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
+    pub fn broadcast_bytes(&self, elements: impl Into<TensorType>, buf: &mut [u8], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.broadcast(caller, dtype, buf, root)
+        self.calls.broadcast(caller, elements, buf, root)
     }
 
     /// Collects all ranks' buffers on every rank.
@@ -86,10 +86,10 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn all_gather_bytes(&self, dtype: DType, input: &[u8]) -> Result<Vec<u8>> {
+    pub fn all_gather_bytes(&self, elements: impl Into<TensorType>, input: &[u8]) -> Result<Vec<u8>> {
         let mut rows = vec![0; input.len() * self.world_size()];
         let caller = self.in_turn(Location::caller());
-        self.calls.all_gather(caller, dtype, input, &mut rows, 0)?;
+        self.calls.all_gather(caller, elements, input, &mut rows, 0)?;
         Ok(rows)
     }
 
@@ -144,10 +144,10 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn gather_bytes(&self, dtype: DType, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
+    pub fn gather_bytes(&self, elements: impl Into<TensorType>, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
         let caller = self.in_turn(Location::caller());
         let mut rows = (self.rank() == root).then(|| vec![0; input.len() * self.world_size()]);
-        self.calls.gather(caller, dtype, input, rows.as_deref_mut(), root)?;
+        self.calls.gather(caller, elements, input, rows.as_deref_mut(), root)?;
         Ok(rows)
     }
 
@@ -191,8 +191,14 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn scatter_bytes(&self, dtype: DType, input: Option<&[u8]>, output: &mut [u8], root: usize) -> Result<()> {
-        self.calls.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
+    pub fn scatter_bytes(
+        &self,
+        elements: impl Into<TensorType>,
+        input: Option<&[u8]>,
+        output: &mut [u8],
+        root: usize,
+    ) -> Result<()> {
+        self.calls.scatter(self.in_turn(Location::caller()), elements, input, output, root)
     }
 
     /// Gives each rank a row of every rank's buffer.
@@ -233,7 +239,7 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn all_to_all_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
-        self.calls.all_to_all(self.in_turn(Location::caller()), dtype, input, output)
+    pub fn all_to_all_bytes(&self, elements: impl Into<TensorType>, input: &[u8], output: &mut [u8]) -> Result<()> {
+        self.calls.all_to_all(self.in_turn(Location::caller()), elements, input, output)
     }
 }

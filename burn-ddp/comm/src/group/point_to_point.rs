@@ -6,7 +6,7 @@ use super::ProcessGroup;
 #[cfg(doc)]
 use crate::Error;
 use crate::dtype::Element;
-use crate::{DType, Result};
+use crate::{DType, Result, TensorType};
 
 impl ProcessGroup {
     /// Sends a buffer to one other rank, which calls [`recv`](Self::recv).
@@ -55,8 +55,8 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn send_bytes(&self, dtype: DType, buf: &[u8], to: usize) -> Result<()> {
-        self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, buf)), None)
+    pub fn send_bytes(&self, elements: impl Into<TensorType>, buf: &[u8], to: usize) -> Result<()> {
+        self.calls.transfer(self.in_turn(Location::caller()), elements, Some((to, buf)), None)
     }
 
     /// Fills a buffer with the elements that one other rank [sends](Self::send).
@@ -95,8 +95,8 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn recv_bytes(&self, dtype: DType, buf: &mut [u8], from: usize) -> Result<()> {
-        self.calls.transfer(self.in_turn(Location::caller()), dtype, None, Some((from, buf)))
+    pub fn recv_bytes(&self, elements: impl Into<TensorType>, buf: &mut [u8], from: usize) -> Result<()> {
+        self.calls.transfer(self.in_turn(Location::caller()), elements, None, Some((from, buf)))
     }
 
     /// Sends to one rank and receives from one, at the same time.

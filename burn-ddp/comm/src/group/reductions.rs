@@ -6,7 +6,7 @@ use super::ProcessGroup;
 #[cfg(doc)]
 use crate::Error;
 use crate::dtype::Element;
-use crate::{DType, ReduceOp, Result};
+use crate::{ReduceOp, Result, TensorType};
 
 impl ProcessGroup {
     /// Reduces a buffer over all ranks.
@@ -43,7 +43,7 @@ impl ProcessGroup {
         T::edit(buf, |bytes| self.calls.all_reduce(caller, T::DTYPE, bytes, op, 0))
     }
 
-    /// [`all_reduce`](Self::all_reduce) on the bytes of `dtype` elements, which need not be aligned.
+    /// [`all_reduce`](Self::all_reduce) on the bytes of elements, which need not be aligned.
     ///
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
@@ -54,9 +54,15 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn all_reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, tag: u64) -> Result<()> {
+    pub fn all_reduce_bytes(
+        &self,
+        elements: impl Into<TensorType>,
+        buf: &mut [u8],
+        op: ReduceOp,
+        tag: u64,
+    ) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.all_reduce(caller, dtype, buf, op, tag)
+        self.calls.all_reduce(caller, elements, buf, op, tag)
     }
 
     /// Averages a buffer over all ranks, each with its own weight: Σ wᵣxᵣ / Σ wᵣ.
@@ -90,7 +96,7 @@ impl ProcessGroup {
         T::edit(buf, |bytes| self.calls.all_reduce_weighted(caller, T::DTYPE, bytes, weight, 0))
     }
 
-    /// [`all_reduce_weighted`](Self::all_reduce_weighted) on the bytes of `dtype` elements, which need not be aligned.
+    /// [`all_reduce_weighted`](Self::all_reduce_weighted) on the bytes of elements, which need not be aligned.
     ///
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
@@ -102,9 +108,15 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn all_reduce_weighted_bytes(&self, dtype: DType, buf: &mut [u8], weight: f64, tag: u64) -> Result<()> {
+    pub fn all_reduce_weighted_bytes(
+        &self,
+        elements: impl Into<TensorType>,
+        buf: &mut [u8],
+        weight: f64,
+        tag: u64,
+    ) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.all_reduce_weighted(caller, dtype, buf, weight, tag)
+        self.calls.all_reduce_weighted(caller, elements, buf, weight, tag)
     }
 
     /// Reduces a buffer over all ranks; one rank, the root, gets the result.
@@ -135,7 +147,7 @@ impl ProcessGroup {
         T::edit(buf, |bytes| self.calls.reduce(caller, T::DTYPE, bytes, op, root))
     }
 
-    /// [`reduce`](Self::reduce) on the bytes of `dtype` elements, which need not be aligned.
+    /// [`reduce`](Self::reduce) on the bytes of elements, which need not be aligned.
     ///
     /// # Errors
     /// Those of [`reduce`](Self::reduce); [`Error::InvalidArgument`] also if the bytes are not whole elements.
@@ -144,8 +156,14 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        self.calls.reduce(self.in_turn(Location::caller()), dtype, buf, op, root)
+    pub fn reduce_bytes(
+        &self,
+        elements: impl Into<TensorType>,
+        buf: &mut [u8],
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
+        self.calls.reduce(self.in_turn(Location::caller()), elements, buf, op, root)
     }
 
     /// Reduces a buffer over all ranks and leaves each rank a part of the result.
@@ -177,7 +195,7 @@ impl ProcessGroup {
         T::edit(output, |output| self.calls.reduce_scatter(caller, T::DTYPE, T::bytes(input), output, (op, 0)))
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) on the bytes of `dtype` elements, which need not be aligned.
+    /// [`reduce_scatter`](Self::reduce_scatter) on the bytes of elements, which need not be aligned.
     ///
     /// # Errors
     /// Those of [`reduce_scatter`](Self::reduce_scatter); [`Error::InvalidArgument`] also if the bytes are not whole
@@ -187,8 +205,14 @@ impl ProcessGroup {
     ///
     /// As in [`DType`].
     #[track_caller]
-    pub fn reduce_scatter_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8], op: ReduceOp) -> Result<()> {
+    pub fn reduce_scatter_bytes(
+        &self,
+        elements: impl Into<TensorType>,
+        input: &[u8],
+        output: &mut [u8],
+        op: ReduceOp,
+    ) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.reduce_scatter(caller, dtype, input, output, (op, 0))
+        self.calls.reduce_scatter(caller, elements, input, output, (op, 0))
     }
 }

@@ -10,6 +10,7 @@ use super::site_cell::SiteCell;
 use crate::call::{Call, CallInfo, CallingThread, Collective, GroupId, Members};
 use crate::clock::Ticks;
 use crate::poison_free_locks::lock;
+use crate::tensor_type::Shape;
 use crate::{DType, ReduceOp};
 
 /// Code that stands for no reduce op or no dtype.
@@ -46,6 +47,7 @@ struct Entry {
     /// Codes of the collective, the reduce op and the dtype, and the digest.
     kind: AtomicU64,
     len_elems: AtomicU64,
+    shape: AtomicU64,
     root: AtomicU64,
     tag: AtomicU64,
     sequence: AtomicU64,
@@ -101,6 +103,7 @@ impl Log {
         for (cell, value) in [
             (&entry.kind, collective | reduce << 8 | dtype << 16 | u64::from(info.digest) << 32),
             (&entry.len_elems, info.len_elems),
+            (&entry.shape, info.shape.map_or(0, Shape::code)),
             (&entry.root, info.root.map_or(NO_NUMBER, |root| root as u64)),
             (&entry.tag, info.tag),
             (&entry.sequence, info.sequence),
@@ -212,6 +215,7 @@ impl Log {
             root: number(&entry.root).map(|root| root as usize),
             tag: read(&entry.tag),
             digest: (kind >> 32) as u32,
+            shape: Shape::from_code(read(&entry.shape)),
             step: number(&entry.step),
             ..CallInfo::bare(Collective::from_code(collective)?, self.group, read(&entry.sequence), entry.site.get())
         };
@@ -238,6 +242,7 @@ mod tests {
             root: Some(sequence as usize),
             tag: !sequence,
             digest: !sequence as u32,
+            shape: Some(Shape::of(&[3, sequence as usize])),
             step: Some(sequence),
             ..CallInfo::bare(Collective::AllReduce, 1, sequence, std::panic::Location::caller())
         };

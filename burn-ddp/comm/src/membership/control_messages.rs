@@ -129,7 +129,7 @@ mod tests {
             ControlMessage::Stop { track, at, what: "it".to_owned() },
         ];
         let bytes = messages.map(|message| postcard::to_stdvec(&Envelope { origin: 9, message }).unwrap());
-        const CALL: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 0, 1, 2, 8, b'a', b'.', b'r', b's', b':', b'1', b':', b'1', 0];
+        const CALL: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 2, 8, b'a', b'.', b'r', b's', b':', b'1', b':', b'1', 0];
         let beat = [&[1, 5, 1], &CALL[1..], &[172, 2, 1, 1], CALL, &[6, 1, 1, 2, 1, 0]].concat();
         let expected = [
             &[9, 0, 9, 2, b'n', b'o', 9, 1][..],
@@ -138,6 +138,6 @@ mod tests {
             &beat,
             &[9, 3, 9, 4, 7, 9, 5, 1, 4, 130, 128, 128, 128, 16, 2, b'i', b't'],
         ];
-        assert_eq!((PROTOCOL_VERSION, bytes.concat()), (5, expected.concat()));
+        assert_eq!((PROTOCOL_VERSION, bytes.concat()), (6, expected.concat()));
     }
 }

@@ -1,6 +1,6 @@
 //! Ranks that do not call the same get an error that shows what each called; ranks that may differ do not.
 
-use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, TensorType};
 
 use crate::harness::{Make, at_once, fatal, groups, refused};
 
@@ -63,6 +63,46 @@ pub fn a_mismatch_names_the_odd_rank_in_a_larger_world(make: Make) {
             })
         });
         results.into_iter().for_each(|result| assert_mismatch(&fatal(result), odd));
+    }
+}
+
+pub fn tensors_of_other_shapes_are_a_mismatch_that_shows_both(make: Make) {
+    /// A call with 6 elements.
+    type OfShape = fn(&ProcessGroup, TensorType) -> Result<(), Error>;
+    const SUM: ReduceOp = ReduceOp::Sum;
+    let calls: [OfShape; 10] = [
+        |group, x| group.all_reduce_bytes(x, &mut [0; 24], SUM, 0),
+        |group, x| group.all_reduce_weighted_bytes(x, &mut [0; 24], 1.0, 0),
+        |group, x| group.reduce_bytes(x, &mut [0; 24], SUM, 0),
+        |group, x| group.reduce_scatter_bytes(x, &vec![0; 24 * group.world_size()], &mut [0; 24], SUM),
+        |group, x| group.broadcast_bytes(x, &mut [0; 24], 0),
+        |group, x| group.all_gather_bytes(x, &[0; 24]).map(drop),
+        |group, x| group.gather_bytes(x, &[0; 24], 1).map(drop),
+        |group, x| {
+            let whole = vec![0; 24 * group.world_size()];
+            group.scatter_bytes(x, (group.rank() == 0).then_some(&whole[..]), &mut [0; 24], 0)
+        },
+        |group, x| {
+            let (whole, mut rows) = (vec![0; 24 * group.world_size()], vec![0; 24 * group.world_size()]);
+            group.all_to_all_bytes(x, &whole, &mut rows)
+        },
+        |group, x| match group.rank() % 2 {
+            0 => group.send_bytes(x, &[0; 24], group.rank() + 1),
+            _ => group.recv_bytes(x, &mut [0; 24], group.rank() - 1),
+        },
+    ];
+    for (nth, call) in calls.into_iter().enumerate() {
+        for n in [2, 4] {
+            let dims = |rank: usize| if rank == 1 { &[3, 2][..] } else { &[2, 3] };
+            let of = |group: &ProcessGroup| TensorType::new(DType::F32, dims(group.rank()));
+            // A rank that the difference does not reach in this call hears of it in the next.
+            let part = |group: &ProcessGroup| call(group, of(group)).and_then(|()| group.barrier());
+            for result in at_once(|| groups(make, n, part)) {
+                let text = fatal(result).to_string();
+                let all = ["(shapes differ)", "shape [2, 3]", "shape [3, 2]", "rank 1 called"];
+                assert!(all.iter().all(|part| text.contains(part)), "call {nth}, {n} ranks: {text}");
+            }
+        }
     }
 }
 

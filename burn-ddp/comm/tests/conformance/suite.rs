@@ -36,6 +36,7 @@ macro_rules! conformance {
         crate::conformance!($make; agreement:
             each_difference_is_a_mismatch_with_both_call_sites,
             a_mismatch_names_the_odd_rank_in_a_larger_world,
+            tensors_of_other_shapes_are_a_mismatch_that_shows_both,
             a_missing_call_is_a_mismatch,
             swapped_order_is_a_mismatch,
             call_sites_may_differ,

@@ -9,6 +9,7 @@ use super::rank_cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
 use crate::call::{Call, CallInfo};
 use crate::engine::checked_weights;
 use crate::reduce::{Reduction, Source, reduce_to};
+use crate::tensor_type::Shape;
 use crate::{DType, ReduceOp, Result};
 
 /// The carrier of a small payload. All ranks choose it by the longest payload of the call.
@@ -223,7 +224,8 @@ pub(super) fn fingerprint(info: &CallInfo, stage: u8, round: u64) -> u64 {
         | u64::from(info.reduce.map_or(u8::MAX, ReduceOp::code)) << 16
         | u64::from(info.dtype.map_or(u8::MAX, DType::code)) << 24
         | root << 32;
-    let words = [kind, info.len_elems, info.tag, info.group, info.sequence];
+    let shape = info.shape.map_or(0, Shape::code);
+    let words = [kind, info.len_elems, shape, info.tag, info.group, info.sequence];
     hash(round, words)
 }
 

@@ -14,6 +14,7 @@ use super::rank_cell::{Announcement, LINE_BYTES, LINE_WORDS};
 use super::slot_reductions::ticket;
 use crate::call::{Call, CallInfo, Collective};
 use crate::engine::{Incoming, Outgoing};
+use crate::tensor_type::Shape;
 use crate::{DType, Result};
 
 /// The sign of a call between two ranks alone.
@@ -173,5 +174,6 @@ fn fingerprint(info: &CallInfo, me: usize, peer: usize, round: u64) -> u64 {
     let lens = if swap && !i_am_first { [info.tag, info.len_elems] } else { [info.len_elems, info.tag] };
     let dtype = u64::from(info.dtype.map_or(u8::MAX, DType::code));
     let kind = u64::from(swap) | dtype << 8 | (first as u64) << 16 | (second as u64) << 40;
-    hash(round, [kind, lens[0], lens[1], info.group, info.sequence])
+    let shape = info.shape.map_or(0, Shape::code);
+    hash(round, [kind, lens[0], lens[1], shape, info.group, info.sequence])
 }
