@@ -5,7 +5,7 @@ use burn_ddp_comm::DType;
 use super::aligned_bytes::AlignedBytes;
 use super::communication_worker::{Done, Finished, Job, StatisticsSource, Worker};
 use crate::model::digest::differing;
-use crate::model::parameter_movement::{Sketch, from_row, to_row};
+use crate::model::parameter_movement::{Movement, from_row, to_row};
 use crate::telemetry::REPORT_LEN;
 use crate::telemetry::step_meter::{Communication, StepMeter};
 use crate::{Error, Result};
@@ -22,7 +22,7 @@ pub(crate) struct Piggyback {
     /// holds.
     pub digests: Option<Vec<i64>>,
     /// Movements of the parameters, one per slot, to judge digests that differ. Empty to compare bit by bit.
-    pub movements: Vec<Sketch>,
+    pub movements: Vec<Movement>,
     /// Digest of this rank's own gradients, which travels with `digests`; 0 for none.
     pub own_gradients: i64,
 }
@@ -34,7 +34,7 @@ pub(crate) struct PiggybackResult {
     /// Digests by rank.
     pub digests: Vec<Vec<i64>>,
     /// Movements by rank of the slots whose digests differ.
-    pub movements: Vec<Vec<Sketch>>,
+    pub movements: Vec<Vec<Movement>>,
     /// Digest of each rank's own gradients, if digests were compared.
     pub own_gradients: Vec<i64>,
     /// Rank 0's order of gradients, if the ranks had not agreed on one.
@@ -47,7 +47,7 @@ pub(super) struct Submitted {
     statistics: usize,
     digests: bool,
     order: bool,
-    movements: Vec<Sketch>,
+    movements: Vec<Movement>,
 }
 
 impl Piggyback {
@@ -140,12 +140,12 @@ impl Submitted {
 /// Movements by rank of the slots whose digests differ. All ranks have the same `digests`, so all enter this second
 /// round or none.
 fn exchange(
-    movements: &[Sketch],
+    movements: &[Movement],
     digests: &[Vec<i64>],
     worker: &mut Worker,
     meter: &mut StepMeter,
     fault: impl Fn(String) -> Error,
-) -> Result<Vec<Vec<Sketch>>> {
+) -> Result<Vec<Vec<Movement>>> {
     let differing = differing(digests);
     if differing.is_empty() {
         return Ok(Vec::new());

@@ -12,8 +12,8 @@ use super::model_walk::note_values;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::Result;
 use crate::gradients::{GradientMemory, Piggyback, PiggybackResult};
-use crate::model::digest::{self, Comparison};
-use crate::model::parameter_movement::{Sketch, tolerance};
+use crate::model::digest::{self, Comparison, differing};
+use crate::model::parameter_movement::{Movement, Sketch, tolerance};
 
 impl TapHandle {
     /// True if parameters that differ between ranks are judged by their movements.
@@ -21,9 +21,9 @@ impl TapHandle {
         self.model.lock().movements().is_some()
     }
 
-    /// Movement of the parameter from the last comparison until it had the value `now`.
-    pub(crate) fn movement_until(&self, now: &Sketch) -> Sketch {
-        self.model.lock().movements().map_or(Sketch::UNKNOWN, |movements| movements.until(self.slot, now))
+    /// Movement of the parameter until it had the value `now`.
+    pub(crate) fn movement_until(&self, now: &Sketch) -> Movement {
+        self.model.lock().movements().map_or(Movement::UNKNOWN, |movements| movements.until(self.slot, now))
     }
 }
 
@@ -101,7 +101,7 @@ impl WrappedModel {
         }
         // Ranks that have called `join` read no parameters, so their digests are 0.
         let training: Vec<&Vec<i64>> = digests.iter().filter(|of_rank| of_rank.iter().any(|d| *d != 0)).collect();
-        own.accept(|slot| training.iter().all(|of_rank| of_rank[slot] != 0));
+        own.accept(|slot| training.iter().all(|of_rank| of_rank[slot] != 0), &differing(digests));
         Ok(())
     }
 

@@ -3,9 +3,8 @@
 use burn::module::Module;
 
 use super::digest::{Comparison, differing, digest};
-use super::parameter_movement::{Sketch, from_row, to_row, tolerance};
+use super::parameter_movement::{Movement, Sketch, from_row, to_row, tolerance};
 use super::running_stats;
-use super::sync_buffers::sync_wrapped;
 use super::values::values;
 use crate::ddp::Ddp;
 use crate::intercept::taps;
@@ -16,16 +15,15 @@ use crate::{Error, Result, agreement};
 impl Ddp {
     /// Checks that all ranks hold the same parameters, apart from differences by rounding. *Collective*.
     ///
-    /// A float parameter of a wrapped model whose bits differ is judged by how far it has moved since the last
-    /// comparison, as in the [comparison of steps](crate::WrapConfig::with_replica_check): a difference by rounding is
-    /// counted and logged as a warning, a larger one is an error. All other parameters must have the same bits, and so
-    /// must all parameters of a model that is not wrapped, or wrapped with
-    /// [`with_exact_replicas`](crate::WrapConfig::with_exact_replicas). Running statistics of a wrapped model are
-    /// synchronised first ([`sync_buffers`](Self::sync_buffers)) and not compared, nor are
+    /// A float parameter of a wrapped model whose bits differ is judged by how far it has moved, as in the
+    /// [comparison of steps](crate::WrapConfig::with_replica_check): a difference by rounding is counted and logged as
+    /// a warning, a larger one is an error. All other parameters must have the same bits, and so must all parameters of
+    /// a model that is not wrapped, or wrapped with
+    /// [`with_exact_replicas`](crate::WrapConfig::with_exact_replicas). Running statistics are not compared, nor are
     /// [local](crate::WrapConfig::with_local_parameters) and [sharded](crate::WrapConfig::with_sharding) parameters.
     ///
-    /// Costs what `sync_buffers` costs and three rounds of small messages, the last with 8 bytes per parameter; if
-    /// float parameters differ, further rounds, with 256 bytes for each of these parameters.
+    /// Costs three rounds of small messages, the last with 8 bytes per parameter; if
+    /// float parameters differ, further rounds, with 1,000 bytes for each of these parameters.
     ///
     /// # Errors
     ///
@@ -53,7 +51,6 @@ impl Ddp {
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let group = self.group();
         let wrapped = wrapped_in(group, model)?;
-        sync_wrapped(group, model)?;
         let (schema, values) = agreement::on_outcome(group, "read its parameters", values(model))?;
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
@@ -75,11 +72,11 @@ impl Ddp {
         }
         let movement = |&i: &usize| match taps.get(paths[i]) {
             Some(tap) => Ok(tap.movement_until(&Sketch::of(&values[compared[i]].own()?))),
-            None => Ok(Sketch::UNKNOWN),
+            None => Ok(Movement::UNKNOWN),
         };
         let movements = differing.iter().map(movement).collect::<Result<Vec<_>>>();
         let own = to_row(agreement::on_outcome(group, "read its parameters", movements)?.into_iter());
-        let movements: Vec<Vec<Sketch>> = group.all_gather(&own)?.chunks(own.len()).map(from_row).collect();
+        let movements: Vec<Vec<Movement>> = group.all_gather(&own)?.chunks(own.len()).map(from_row).collect();
         let tolerance = |entry: &usize| comm_dtype(schema.dtypes[*entry]).map_or(0.0, tolerance);
         let tolerances: Vec<f64> = compared.iter().map(tolerance).collect();
         if let Some(rounding) = comparison.by_movement(&movements, &tolerances)? {

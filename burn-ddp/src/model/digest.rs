@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt::{self, Display, Formatter};
 
-use super::parameter_movement::{Sketch, distance};
+use super::parameter_movement::{Movement, distance};
 use crate::Error;
 use crate::agreement::list_ranks;
 
@@ -19,7 +19,7 @@ pub(crate) struct Rounding {
     pub parameters: usize,
     /// Path of the parameter in which the ranks differ most.
     pub worst: String,
-    /// Difference of the ranks' movements, relative to the smaller movement.
+    /// Difference of the ranks' movements, relative to the smaller movement; 0 if only last bits differ.
     pub distance: f64,
 }
 
@@ -28,9 +28,9 @@ impl Display for Rounding {
         let Rounding { worst, distance, parameters } = self;
         let more = and_more(parameters - 1);
         if *distance == 0.0 {
-            return write!(f, "{worst}{more} differs between ranks by a few last bits");
+            return write!(f, "{worst}{more} differs between ranks by last bits of its values");
         }
-        write!(f, "{worst}{more} differs between ranks by {distance:.0e} of its movement since the last comparison")
+        write!(f, "{worst}{more} differs between ranks by {distance:.0e} of its movement")
     }
 }
 
@@ -58,13 +58,17 @@ impl Comparison<'_> {
         Err(self.difference(first, differing.len(), "", |one, other| self.equal(first, one, other)))
     }
 
-    /// Compares the [movements](Sketch) of the parameters that are [`differing`], where `movements[rank][n]` is of the
-    /// n-th of them. Returns the rounding in which the ranks differ, if they do. `tolerances[i]` is that of `paths[i]`.
+    /// Compares the [movements](Movement) of the parameters that are [`differing`]: `movements[rank][n]` is of the n-th
+    /// of them. Returns the rounding in which the ranks differ, if they do. `tolerances[i]` is that of `paths[i]`.
     ///
     /// # Errors
     ///
     /// [`Error::ReplicasDiffer`] with the first parameter that differs by more than rounding, and its ranks.
-    pub(crate) fn by_movement(&self, movements: &[Vec<Sketch>], tolerances: &[f64]) -> Result<Option<Rounding>, Error> {
+    pub(crate) fn by_movement(
+        &self,
+        movements: &[Vec<Movement>],
+        tolerances: &[f64],
+    ) -> Result<Option<Rounding>, Error> {
         let differing = differing(self.digests);
         let apart = |nth: usize, one: usize, other: usize| distance(&movements[one][nth], &movements[other][nth]);
         let mut worst: Option<(usize, f64)> = None;
@@ -81,10 +85,7 @@ impl Comparison<'_> {
         }
         if let Some(&(nth, i, farthest)) = beyond.first() {
             let by = match farthest.is_finite() {
-                true => format!(
-                    " by {farthest:.1e} of its movement since the last comparison (rounding: up to {:.0e})",
-                    tolerances[i]
-                ),
+                true => format!(" by {farthest:.1e} of its movement (rounding: up to {:.0e})", tolerances[i]),
                 false => ", and has not moved since the last comparison".to_owned(),
             };
             let alike = |one, other| self.equal(i, one, other) || apart(nth, one, other) <= tolerances[i];
@@ -152,6 +153,7 @@ mod tests {
     use burn::tensor::TensorData;
 
     use super::*;
+    use crate::model::parameter_movement::Sketch;
 
     #[test]
     fn a_digest_sees_one_bit_and_is_never_zero() {
@@ -200,14 +202,14 @@ mod tests {
         assert!(error.starts_with("the replicas differ in step 200: a.weight on rank 1 differs from the other ranks"));
     }
 
-    /// Sketch of a value of two elements.
-    fn moved(x: f32, y: f32) -> Sketch {
-        Sketch::of(&TensorData::from([x, y]))
+    /// Movement of a parameter of two elements.
+    fn moved(x: f32, y: f32) -> Movement {
+        Movement::first(Sketch::of(&TensorData::from([x, y])))
     }
 
-    fn by_movement(movements: &[Sketch]) -> Result<Option<Rounding>, Error> {
+    fn by_movement(movements: &[Movement]) -> Result<Option<Rounding>, Error> {
         let digests: Vec<Vec<i64>> = (1..=movements.len() as i64).map(|rank| vec![7, rank]).collect();
-        let movements: Vec<Vec<Sketch>> = movements.iter().map(|movement| vec![*movement]).collect();
+        let movements: Vec<Vec<Movement>> = movements.iter().map(|movement| vec![*movement]).collect();
         let comparison = Comparison { paths: &["a", "b"], ranks: &[0, 1, 2, 3], digests: &digests, step: Some(100) };
         comparison.by_movement(&movements, &[0.0, 1e-3])
     }
@@ -217,7 +219,7 @@ mod tests {
         let rounding = by_movement(&[moved(1.0, 1.0), moved(1.0, 1.000_01), moved(1.000_02, 1.0)]).unwrap().unwrap();
         assert_eq!((rounding.parameters, rounding.worst.as_str()), (1, "b"));
         assert!((1e-6..1e-4).contains(&rounding.distance), "{rounding:?}");
-        assert_eq!(rounding.to_string(), "b differs between ranks by 1e-5 of its movement since the last comparison");
+        assert_eq!(rounding.to_string(), "b differs between ranks by 1e-5 of its movement");
         assert_eq!(
             by_movement(&[moved(1.01, 1.01), moved(1.0, 1.000_01), moved(1.0, 1.0)])
                 .unwrap_err()
@@ -225,20 +227,19 @@ mod tests {
                 .split(';')
                 .next()
                 .unwrap(),
-            "the replicas differ in step 100: b on rank 0 differs from the other ranks by 1.0e-2 of its movement since \
-            the last comparison (rounding: up to 1e-3)"
+            "the replicas differ in step 100: b on rank 0 differs from the other ranks by 1.0e-2 of its movement \
+            (rounding: up to 1e-3)"
         );
         let still = by_movement(&[moved(1.0, 0.0), moved(0.0, 0.0)]).unwrap_err().to_string();
         assert!(still.contains("b differs between ranks 0, 1, and has not moved"), "{still}");
-        assert!(by_movement(&[Sketch::UNKNOWN, Sketch::UNKNOWN]).is_err());
+        assert!(by_movement(&[Movement::UNKNOWN, Movement::UNKNOWN]).is_err());
     }
 
     #[test]
     fn a_rank_that_did_not_read_has_no_movement_to_compare() {
         let digests = [vec![0], vec![4], vec![5]];
         let comparison = Comparison { paths: &["a"], ranks: &[0, 1, 2, 3], digests: &digests, step: None };
-        let of = |sketch: Sketch| vec![sketch];
-        let movements = [of(Sketch::UNKNOWN), of(moved(1.0, 2.0)), of(moved(1.0, 2.000_001))];
+        let movements = [Movement::UNKNOWN, moved(1.0, 2.0), moved(1.0, 2.000_001)].map(|movement| vec![movement]);
         assert!(comparison.by_movement(&movements, &[1e-3]).unwrap().is_some());
     }
 }

@@ -23,6 +23,8 @@ mod check_replicas;
 pub(crate) mod digest;
 pub(crate) mod param_hash;
 pub(crate) mod parameter_movement;
+#[cfg(test)]
+mod replica_drift_tests;
 pub(crate) mod running_stats;
 pub(crate) mod safetensors;
 mod save;

@@ -180,15 +180,15 @@ impl WrapConfig {
     /// show.
     ///
     /// A step compares the parameters that got a gradient from its forward, and the frozen ones that were read. Where
-    /// bits differ, the ranks compare how far the parameter has moved since the last comparison. Movements that differ
-    /// by at most 1e-3 of their size (1e-2 for f16 and bf16) are rounding: training goes on, with a warning the first
-    /// time and a count in [`Stats::rounded`](crate::Stats::rounded). A larger difference, or any difference in a
-    /// parameter that did not move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the
-    /// parameter and the rank. [Sharded](Self::with_sharding) parameters are not compared, as no two ranks hold the
-    /// same rows.
+    /// bits differ, the ranks compare how far the parameter has moved since the last comparison, and since they were
+    /// last equal. Movements that differ by at most 1e-3 of their size (1e-2 for f16 and bf16), or by last bits of
+    /// random signs, are rounding: training goes on, with a warning the first time and a count in
+    /// [`Stats::rounded`](crate::Stats::rounded). A larger difference, or any difference in a parameter that did not
+    /// move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the parameter and the rank.
+    /// [Sharded](Self::with_sharding) parameters are not compared, as no two ranks hold the same rows.
     ///
     /// A comparison reads the parameters from their device, and gathers 8 bytes per parameter from each rank in one
-    /// step; where bits differ, a second step gathers 256 bytes per parameter that differs.
+    /// step; where bits differ, a second step gathers 1,000 bytes per parameter that differs.
     ///
     /// Ranks round differently where Burn does not compute the same bits twice: on Flex in sums over 4 Mi elements and
     /// more (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. Such differences are not corrected:
