@@ -48,6 +48,9 @@ pub enum DataError {
         /// Items of one step over all ranks.
         global_batch: usize,
     },
+    /// An epoch has at least one batch.
+    #[error("max_batches is 0: use at least 1")]
+    NoBatches,
     /// Steps are counted in 32 bits.
     #[error("an epoch has {steps} steps, the limit is {}: use a larger batch", u32::MAX - 1)]
     TooManySteps {
@@ -71,7 +74,7 @@ pub enum DataError {
     /// A sampler for a dataset of another length.
     #[error(
         "the sampler was made for {sampler} item(s) but the dataset has {dataset}: \
-         make the sampler with `dataset.len()`"
+         make the sampler with `dataset.len()`, or with a weight for each item"
     )]
     SamplerMismatch {
         /// Dataset length that the sampler was made for.
@@ -121,7 +124,7 @@ pub enum DataError {
     /// A position of another loader.
     #[error(
         "the position to resume from is not one of this loader: {difference}; \
-         resume with the dataset and the shuffle seed that it was saved with"
+         resume with the dataset, the order and the settings that it was saved with"
     )]
     PositionMismatch {
         /// The setting that differs, with both values.

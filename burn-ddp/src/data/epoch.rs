@@ -73,17 +73,18 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     fn begin(&self, cursor: &mut EpochCursor, number: usize) -> Epoch<O> {
-        let plan = self.plan().after(cursor.begin(number));
+        let plan = self.plan_from(&cursor.begin(number));
         Epoch::new(self.clone(), number, cursor.repeats(), plan)
     }
 
-    /// This rank's batches of `epoch`, as `plan` cuts it.
-    fn batch_list(&self, epoch: usize, plan: EpochPlan) -> Result<BatchList, DataError> {
-        let (rank, first) = (self.ddp().rank(), self.first());
-        let Some(order) = self.order().of_epoch(epoch, first..first + plan.items())? else {
+    /// This rank's batches of the epoch `number`, as `plan` cuts it.
+    fn batch_list(&self, number: usize, repeats: u32, plan: EpochPlan) -> Result<BatchList, DataError> {
+        let (rank, first) = (self.ddp().rank(), self.order().first());
+        let Some((order, digest)) = self.order().indices(number)? else {
             let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
             return Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) });
         };
+        self.cursor().note_order(number, repeats, digest);
         // Only this rank's part of the order is kept.
         let own: Vec<usize> =
             (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| order[position]).collect();
@@ -237,7 +238,7 @@ impl<O: Send + 'static> Epoch<O> {
         let (loader, number, plan, step) = (&self.loader, self.number, self.plan, self.batches.taken());
         let (ddp, id, nth, steps) = (loader.ddp(), loader.id(), self.before + step + 1, self.len());
         let (track, at) = (self.track(), self.at(nth)?);
-        let list = || loader.batch_list(number, plan);
+        let list = || loader.batch_list(number, self.repeats, plan);
         let epoch = self.ordinal();
         let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.world().rank());
         let batch = self.batches.take(ddp.world(), list, name)?;

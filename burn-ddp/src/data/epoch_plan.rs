@@ -41,6 +41,8 @@ pub struct EpochPlan {
     steps: usize,
     /// True if the items at the end that do not fill a step are left out.
     drops_last: bool,
+    /// True if `max_batches` may end the epoch before its order.
+    pub(super) limited: bool,
 }
 
 impl EpochPlan {
@@ -64,7 +66,8 @@ impl EpochPlan {
         if global_batch < world {
             return Err(DataError::BatchTooSmall { global_batch, world });
         }
-        let plan = Self { items, consumed: 0, world, global_batch, steps: 0, drops_last: false }.after(0);
+        let plan =
+            Self { items, consumed: 0, world, global_batch, steps: 0, drops_last: false, limited: false }.after(0);
         // Step numbers have 32 bits, and count from 1.
         if plan.steps >= u32::MAX as usize {
             return Err(DataError::TooManySteps { steps: plan.steps });
@@ -99,6 +102,17 @@ impl EpochPlan {
     pub(super) fn of_items(&self, items: usize) -> Result<Self, DataError> {
         let plan = Self::new(items, self.world, self.global_batch)?;
         if self.drops_last { plan.drop_last() } else { Ok(plan) }
+    }
+
+    /// The same plan for at most `steps` steps.
+    pub(super) fn limit(&self, steps: usize) -> Self {
+        let items = if steps < self.steps { steps * self.global_batch } else { self.items };
+        Self { limited: true, ..self.of_first(items) }
+    }
+
+    /// The same plan for the first `items` items of the epoch only.
+    pub(super) fn of_first(&self, items: usize) -> Self {
+        Self { items, ..*self }.after(self.consumed)
     }
 
     /// The plan for the rest of an epoch whose first `consumed` items were handed out before, to any number of ranks in

@@ -8,11 +8,11 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::epoch_order::EpochOrder;
 use super::item_check::{Describe, Items, describe_by};
 use super::prefetch::{DEFAULT_WORKERS, Pool, Source};
-use super::sampler::{Order, Sampler};
 use super::sharded_loader::Weigh;
-use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
+use super::{DataError, EvalLoader, Sampler};
 use crate::{Ddp, Result, agreement};
 
 impl Ddp {
@@ -93,8 +93,8 @@ impl Ddp {
     }
 }
 
-/// Builds a loader: a [`ShardedLoader`] for [`Training`], from [`Ddp::loader`]; an [`EvalLoader`] for [`Evaluation`],
-/// from [`Ddp::eval_loader`].
+/// Builds a loader: a [`ShardedLoader`](super::ShardedLoader) for [`Training`], from [`Ddp::loader`]; an
+/// [`EvalLoader`] for [`Evaluation`], from [`Ddp::eval_loader`].
 ///
 /// ```
 /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -115,18 +115,20 @@ impl Ddp {
 /// ```
 #[must_use = "nothing is loaded before `build`"]
 pub struct LoaderBuilder<I, O, K = Training> {
-    ddp: Ddp,
+    pub(super) ddp: Ddp,
     batcher: Arc<dyn Batcher<I, O>>,
-    batch: BatchSize,
+    pub(super) batch: BatchSize,
     /// Weights of batches, for training.
-    weigh: Option<Weigh<O>>,
+    pub(super) weigh: Option<Weigh<O>>,
     num_workers: usize,
     /// Seed of the order of the items; `None` for the dataset's order.
-    seed: Option<u64>,
+    pub(super) seed: Option<u64>,
     /// Sampler of the items, for training.
-    sampler: Option<Arc<dyn Sampler>>,
+    pub(super) sampler: Option<Arc<dyn Sampler>>,
     /// True if items that do not fill a training step are left out.
-    drops_last: bool,
+    pub(super) drops_last: bool,
+    /// Largest number of batches of an epoch, for training.
+    pub(super) max_batches: Option<usize>,
     device: Option<Device>,
     /// Text by which the ranks compare items, if they do.
     describe: Option<Describe<I>>,
@@ -143,7 +145,7 @@ pub struct Evaluation;
 
 /// Items of a step.
 #[derive(Debug, Clone, Copy)]
-enum BatchSize {
+pub(super) enum BatchSize {
     PerRank(usize),
     Global(usize),
 }
@@ -168,6 +170,7 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
             seed: None,
             sampler: None,
             drops_last: false,
+            max_batches: None,
             device: None,
             describe: None,
             kind: PhantomData,
@@ -246,15 +249,16 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
     /// Compares the settings of all ranks, and returns the number of the loader, the device of its batches and the
     /// order of its items. *Collective*.
     #[track_caller]
-    fn agree<const N: usize>(
+    pub(super) fn agree<const N: usize>(
         &mut self,
         kind: &str,
         loader: &str,
         dataset: &dyn Dataset<I>,
         default_of: fn(Device) -> Device,
         more: [(&str, String); N],
-    ) -> Result<(u32, Device, Order)> {
-        let order = self.order(dataset.len());
+    ) -> Result<(u32, Device, EpochOrder)> {
+        let order = EpochOrder::new(dataset.len(), self.seed, self.sampler.take());
+        let order_text = order.as_ref().map_or_else(DataError::to_string, |order| order.digest().to_string());
         let default = || self.ddp.state().model_device().map_or_else(|| self.ddp.device(), Ok).map(default_of);
         let device = self.device.take().map_or_else(default, Ok);
         let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
@@ -266,186 +270,24 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
             ("the dataset length", dataset.len().to_string()),
             ("the world size", self.ddp.world_size().to_string()),
             ("the batch size", self.batch.to_string()),
-            ("the order of the items", order.text()),
+            ("the order of the items", order_text),
         ];
         let settings = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value));
         let settings: Vec<_> = settings.chain(items.settings).collect();
         match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
             // First reads are equal on all ranks, so that a change in the second read is taken to be on all of them.
-            None => items.changing.map_or(Ok((id, device, order)), |changing| Err(changing.into())),
+            // An error of the sampler is the same on all ranks, too.
+            None => match items.changing {
+                Some(changing) => Err(changing.into()),
+                None => Ok((id, device, order?)),
+            },
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
     }
 
-    /// The order of the items of a dataset of `dataset` items.
-    fn order(&mut self, dataset: usize) -> Order {
-        match (self.sampler.take(), self.seed) {
-            (Some(sampler), _) => Order::Sampled { sampler, dataset },
-            (None, Some(seed)) => Order::Shuffled { seed },
-            (None, None) => Order::Dataset,
-        }
-    }
-
-    fn pool(self, dataset: Arc<dyn Dataset<I>>, device: Device) -> Arc<Pool<O>> {
+    pub(super) fn pool(self, dataset: Arc<dyn Dataset<I>>, device: Device) -> Arc<Pool<O>> {
         let source = Source { dataset, batcher: self.batcher };
         Pool::new(Arc::new(source), device, self.num_workers)
-    }
-}
-
-impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
-    /// Items of *all ranks together* per step, instead of [`batch_size`](Self::batch_size); the last of the two calls
-    /// counts. The number need not be divisible by the world size. Steps then hold the same items at any world size,
-    /// with one exception: a last step of fewer items than ranks joins the step before.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
-    /// # struct Together;
-    /// # impl Batcher<u32, Vec<u32>> for Together {
-    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
-    /// #         items
-    /// #     }
-    /// # }
-    /// # use burn_ddp::prelude::*;
-    /// for ranks in [2, 3] {
-    ///     Ddp::spawn(ranks, |ddp| {
-    ///         let dataset = InMemDataset::new((0..20).collect());
-    ///         let train = ddp.loader(Together).global_batch_size(10).build(dataset)?;
-    ///         Ok(assert_eq!(train.steps_per_epoch(), 2)) // of the same ten items
-    ///     })?;
-    /// }
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
-        self.batch = BatchSize::Global(global_batch_size);
-        self
-    }
-
-    /// Takes the items of each epoch from `sampler`, the same one on all ranks. If both this and
-    /// [`shuffle`](Self::shuffle) are called, the last call counts. `build` compares the order of the first epoch
-    /// between the ranks.
-    ///
-    /// # Example
-    ///
-    /// As in [`Sampler`].
-    pub fn sampler(mut self, sampler: impl Sampler + 'static) -> Self {
-        self.sampler = Some(Arc::new(sampler));
-        self.seed = None;
-        self
-    }
-
-    /// Leaves out the items at the end of each epoch's order that do not fill a step; if the loader shuffles, these are
-    /// different items in every epoch. By default no item is left out, and the last step may give a rank as few as one
-    /// item.
-    ///
-    /// Use it for layers that need full batches (BatchNorm cannot train on one item); averaged gradients are exact
-    /// without it.
-    pub fn drop_last(mut self) -> Self {
-        self.drops_last = true;
-        self
-    }
-
-    /// Weighs each batch by the result of `weight` instead of its number of items: for a loss that is a mean over
-    /// tokens, by its number of *tokens*. All ranks must call it, or none.
-    ///
-    /// The averaged gradient is then that of the mean over all tokens of a step, over ranks and micro-batches, as on
-    /// one rank. `weight` runs when the batch is handed out, on the caller's thread: return a number that the batcher
-    /// counted, since reading one from a tensor waits for the device. A batch of weight 0 (all padding) does not count
-    /// in the average; other weights must be between 1e-6 and 1e15, or the batch is the error [`DataError::Weight`].
-    ///
-    /// ```
-    /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::prelude::*;
-    /// use burn_ddp::prelude::*;
-    ///
-    /// struct Padded;
-    /// struct Texts {
-    ///     tokens: usize,
-    /// }
-    ///
-    /// impl Batcher<usize, Texts> for Padded {
-    ///     fn batch(&self, lengths: Vec<usize>, _device: &Device) -> Texts {
-    ///         Texts { tokens: lengths.iter().sum() } // and the padded tensor
-    ///     }
-    /// }
-    ///
-    /// let gradients = Ddp::spawn(2, |ddp| {
-    ///     let device = ddp.device()?.autodiff();
-    ///     let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
-    ///     let train = ddp.loader(Padded).weigh(|texts: &Texts| texts.tokens as f64);
-    ///     let train = train.build(InMemDataset::new(vec![3, 1]))?; // rank 0 has 3 tokens, rank 1 has 1
-    ///     let mut gradients = Vec::new();
-    ///     for texts in train.iter() {
-    ///         let x = Tensor::<2>::full([texts?.tokens, 1], ddp.rank() as f64, &device);
-    ///         let loss = model.forward(x).mean(); // over this rank's tokens
-    ///         let Some(grads) = ddp.backward(&loss, &model)? else { continue };
-    ///         gradients.push(grads.get::<2>(model.weight.id).unwrap().into_scalar::<f32>());
-    ///     }
-    ///     Ok(gradients)
-    /// })?;
-    /// assert_eq!(gradients, [[0.25], [0.25]]); // of four tokens one has x = 1
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn weigh(mut self, weight: impl Fn(&O) -> f64 + Send + Sync + 'static) -> Self {
-        self.weigh = Some(Arc::new(weight));
-        self
-    }
-
-    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
-    ///
-    /// Each rank passes the same dataset, or its own copy of it, and the same settings except workers and device. It
-    /// gets a loader for its share. Costs two small all-gathers; blocks until all ranks have called it.
-    ///
-    /// # Errors
-    ///
-    /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
-    /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] and [`DataError::BatchTooSmall`] where a rank would
-    /// be without an item; [`DataError::NoFullStep`] after [`drop_last`](Self::drop_last);
-    /// [`DataError::ItemChanges`] after [`check_items`](Self::check_items); [`Error::Invalid`](crate::Error::Invalid)
-    /// that names the rank if one has no device. [`DataError::Comm`] if a peer failed.
-    ///
-    /// ```
-    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
-    /// # struct Together;
-    /// # impl Batcher<u32, Vec<u32>> for Together {
-    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
-    /// #         items
-    /// #     }
-    /// # }
-    /// # use burn_ddp::prelude::*;
-    /// let errors = Ddp::spawn(2, |ddp| {
-    ///     let items = vec![0; 10 + ddp.rank()]; // a bug: each rank has another dataset
-    ///     let error = ddp.loader(Together).batch_size(2).build(InMemDataset::new(items)).err();
-    ///     Ok(error.unwrap().to_string())
-    /// })?;
-    /// assert!(errors[0].contains("the dataset length is 10 on rank 0 and 11 on rank 1"));
-    /// assert_eq!(errors[0], errors[1]);
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<ShardedLoader<O>> {
-        let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let ddp = self.ddp.clone();
-        let weights = if self.weigh.is_some() { "the batch" } else { "its number of items" };
-        let last_step = if self.drops_last { "dropped" } else { "loaded" };
-        let more = [
-            ("the source of a batch's weight", weights.to_string()),
-            ("a last step that is not full", last_step.to_string()),
-        ];
-        let (id, device, order) = self.agree("training", "loader", &*dataset, Device::autodiff, more)?;
-        let items = order.items(dataset.len());
-
-        // All ranks have the same settings: from here on they get the same errors.
-        let global_batch = match self.batch {
-            BatchSize::PerRank(items) => items.saturating_mul(ddp.world_size()),
-            BatchSize::Global(items) => items,
-        };
-        let plan = EpochPlan::new(items, ddp.world_size(), global_batch)?;
-        let plan = if self.drops_last { plan.drop_last()? } else { plan };
-        let weigh = self.weigh.take();
-        Ok(ShardedLoader::new(ddp, id, plan, weigh, order, self.pool(dataset, device)))
     }
 }
 

@@ -3,12 +3,14 @@
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
+use super::epoch_order::OrderDigest;
+use super::left_early::{LeftEarly, log_resume};
 use super::sharded_loader::ShardedLoader;
 use crate::agreement;
 
 /// Items that all ranks together have consumed: the state of a [`ShardedLoader`] in a checkpoint.
 ///
-/// It depends neither on the world size nor on the batch size, and is the same on every rank. Serialize it with serde.
+/// It depends neither on the world size nor on the batch size, and is the same on every rank. Serialize it as JSON.
 ///
 /// ```
 /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -49,17 +51,24 @@ use crate::agreement;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
-    epoch: usize,
+    pub(super) epoch: usize,
     /// Serialized by the field's name in the first format of checkpoints.
     #[serde(rename = "read")]
-    consumed: usize,
-    items: usize,
-    seed: Option<u64>,
+    pub(super) consumed: usize,
+    #[serde(flatten)]
+    pub(super) order: OrderDigest,
+    /// Items after which the epoch ends, of an interrupted epoch of a loader with `max_batches`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) end: Option<usize>,
+    /// The epoch before, if it was left early.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) left_early: Option<LeftEarly>,
 }
 
 impl Position {
-    pub(super) fn new(epoch: usize, consumed: usize, items: usize, seed: Option<u64>) -> Self {
-        Self { epoch, consumed, items, seed }
+    /// The position before the first epoch.
+    pub(super) fn start(order: OrderDigest) -> Self {
+        Self { epoch: 0, consumed: 0, order, end: None, left_early: None }
     }
 
     /// The present epoch, or, between two epochs, the next one.
@@ -74,29 +83,24 @@ impl Position {
         self.consumed
     }
 
-    /// Items of the dataset.
+    /// Items of the epoch's order: those of the dataset, or those that a sampler draws.
     #[must_use]
     pub fn items(&self) -> usize {
-        self.items
+        self.order.items
     }
 
     /// The seed of [`shuffle`](super::LoaderBuilder::shuffle), if epochs are shuffled.
     #[must_use]
     pub fn seed(&self) -> Option<u64> {
-        self.seed
+        self.order.seed
     }
 
-    /// Checks that a loader of `items` items with this `seed` can go on from here.
-    pub(super) fn check(&self, items: usize, seed: Option<u64>) -> Result<(), DataError> {
-        let mut differs = Vec::new();
-        if self.items != items {
-            differs.push(format!("its dataset had {} item(s), this one has {items}", self.items));
-        }
-        if self.seed != seed {
-            differs.push(format!("it was {}, this one is {}", order(self.seed), order(seed)));
-        }
-        if self.consumed >= self.items.max(1) {
-            differs.push(format!("{} of its {} item(s) were consumed", self.consumed, self.items));
+    /// Checks that a loader with this `order` can go on from here.
+    fn check(&self, order: &OrderDigest) -> Result<(), DataError> {
+        let mut differs = self.order.differences(order);
+        let end = self.end.unwrap_or(self.order.items);
+        if self.consumed >= end.max(1) {
+            differs.push(format!("{} of its {end} item(s) were consumed", self.consumed));
         }
         match differs.is_empty() {
             true => Ok(()),
@@ -107,13 +111,10 @@ impl Position {
 
 impl std::fmt::Display for Position {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { epoch, consumed, items, seed } = self;
-        write!(f, "epoch {epoch}, {consumed} of {items} item(s) consumed, {}", order(*seed))
+        let Self { epoch, consumed, order, end, .. } = self;
+        let end = end.unwrap_or(order.items);
+        write!(f, "epoch {epoch}, {consumed} of {end} item(s) consumed, the order {order}")
     }
-}
-
-fn order(seed: Option<u64>) -> String {
-    seed.map_or("not shuffled".to_string(), |seed| format!("shuffled with seed {seed}"))
 }
 
 impl<O: Send + 'static> ShardedLoader<O> {
@@ -128,38 +129,58 @@ impl<O: Send + 'static> ShardedLoader<O> {
     /// As in [`Position`].
     #[must_use]
     pub fn position(&self) -> Position {
-        let (epoch, consumed) = self.cursor().position();
-        Position::new(epoch, consumed, self.plan().items(), self.seed())
+        self.cursor().position()
     }
 
     /// Makes the loader continue from `position`, in a world of any size and with any batch size: first with the rest
     /// of the interrupted epoch, then with whole epochs. *Collective*: all ranks pass the same position. Costs one
-    /// small all-gather.
+    /// small all-gather; with a sampler, also drawing an epoch.
     ///
     /// The rest begins in the epoch's order at the first item that was not consumed, and is cut anew by an
     /// [`EpochPlan`](super::EpochPlan): every item of the epoch is loaded once with its true weight. With the same
     /// world size and batch size as before, the steps are those of a run without interruption. [`epochs`](Self::epochs)
     /// skips the numbers before the interrupted epoch, so the same loop serves the first run and the resumed one.
     ///
+    /// The rest reaches to the end of the epoch, also if the program left earlier epochs before their end, about which
+    /// rank 0 logs a warning; [`max_batches`](super::LoaderBuilder::max_batches) ends all epochs early, resumed or not.
+    ///
     /// # Errors
     ///
     /// On every rank alike, and the loader is unchanged: [`DataError::PositionMismatch`] if the position was saved with
-    /// a dataset of another length, or with another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass
-    /// different positions. [`DataError::Comm`] if a peer failed.
+    /// another order (a dataset of another length, another shuffle seed, or a sampler that draws the last epoch
+    /// otherwise); [`DataError::LoadersDiffer`] if the ranks pass different positions. [`DataError::Comm`] if a peer
+    /// failed.
     ///
     /// # Example
     ///
     /// As in [`Position`].
     #[track_caller]
     pub fn resume(&self, position: &Position) -> crate::Result<()> {
-        let settings = vec![("the position".to_string(), position.to_string())];
+        let order = self.order().digest_like(&position.order);
+        let order_text = order.as_ref().map_or_else(DataError::to_string, OrderDigest::to_string);
+        let settings = [("the position", position.to_string()), ("the order of the items", order_text)];
+        let settings = settings.map(|(name, value)| (name.to_string(), value)).to_vec();
+        let loader = format!("loader {}", self.id());
         if let Some(difference) = agreement::on_settings(self.ddp().group(), &settings).map_err(DataError::from)? {
-            let loader = format!("loader {} (resumed)", self.id());
-            return Err(DataError::LoadersDiffer { loader, difference }.into());
+            return Err(DataError::LoadersDiffer { loader: format!("{loader} (resumed)"), difference }.into());
         }
-        position.check(self.plan().items(), self.seed())?;
-        self.cursor().resume(position.epoch, position.consumed);
+        position.check(&order?)?;
+        let position = self.cursor().resume(*position);
+        if position.consumed > 0 {
+            let rest = self.plan_from(&position);
+            let (left, all) = (rest.steps(), rest.consumed() / rest.global_batch() + rest.steps());
+            let progress = format!("{left} of {all} batches are left");
+            log_resume(self.ddp(), &loader, position.epoch, &progress, position.left_early);
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Position {
+    /// A position of a loader without sampler.
+    pub(super) fn new(epoch: usize, consumed: usize, items: usize, seed: Option<u64>) -> Self {
+        Self { epoch, consumed, ..Self::start(OrderDigest::plain(items, seed)) }
     }
 }
 
@@ -170,14 +191,15 @@ mod tests {
     #[test]
     fn what_differs_is_named() {
         let position = Position::new(3, 40, 100, Some(42));
-        assert!(position.check(100, Some(42)).is_ok());
-        let error = |items, seed| position.check(items, seed).unwrap_err().to_string();
+        assert!(position.check(&OrderDigest::plain(100, Some(42))).is_ok());
+        let error = |items, seed| position.check(&OrderDigest::plain(items, seed)).unwrap_err().to_string();
         let text = error(99, Some(42));
         assert!(text.contains("had 100 item(s), this one has 99") && !text.contains("seed 42"), "{text}");
         let text = error(99, None);
-        assert!(text.contains("has 99") && text.contains("shuffled with seed 42, this one is not shuffled"), "{text}");
+        assert!(text.contains("has 99") && text.contains("with seed 42, this one is that of the dataset"), "{text}");
         assert!(error(100, Some(7)).contains("seed 42, this one is shuffled with seed 7"));
-        assert!(Position::new(0, 100, 100, None).check(100, None).is_err(), "nothing would be left");
+        let ended = Position::new(0, 100, 100, None);
+        assert!(ended.check(&ended.order).is_err(), "nothing would be left");
     }
 
     #[test]
@@ -194,5 +216,18 @@ mod tests {
         let position = Position::new(3, 40, 100, Some(42));
         assert_eq!(serde_json::from_str::<Position>(text).unwrap(), position);
         assert_eq!(serde_json::to_string(&position).unwrap(), text);
+    }
+
+    #[test]
+    fn what_is_no_position_is_an_error_that_says_why() {
+        for (text, reason) in [
+            (r#"{"epoch":3,"items":100,"seed":42}"#, "missing field `read`"),
+            (r#"{"epoch":3,"read":40,"seed":42}"#, "missing field `items`"),
+            (r#"{"epoch":3,"read":-1,"items":100,"seed":42}"#, "invalid value: integer `-1`"),
+            (r#"{"epoch":3,"read":4,"items":9,"seed":null,"sampler":{"dataset":9}}"#, "missing field `epoch`"),
+        ] {
+            let error = serde_json::from_str::<Position>(text).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
     }
 }

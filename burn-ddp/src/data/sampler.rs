@@ -1,12 +1,7 @@
-//! Orders of the items of a training loader: the dataset's, shuffled, or those of a sampler.
+//! Samplers: orders of the items of a training loader that the program chooses.
 
-use std::ops::Range;
-use std::sync::Arc;
-
-use xxhash_rust::xxh3::Xxh3;
-
+use super::DataError;
 use super::permutation::stream;
-use super::{DataError, permutation};
 
 /// The items of each epoch, over all ranks, in order: for [`sampler`](super::LoaderBuilder::sampler).
 ///
@@ -33,6 +28,10 @@ use super::{DataError, permutation};
 /// impl Sampler for ByLength {
 ///     fn len(&self) -> usize {
 ///         self.lengths.len()
+///     }
+///
+///     fn dataset_len(&self) -> Option<usize> {
+///         Some(self.lengths.len())
 ///     }
 ///
 ///     fn order(&self, epoch: usize) -> Vec<usize> {
@@ -64,8 +63,14 @@ pub trait Sampler: Send + Sync {
         self.len() == 0
     }
 
-    /// Indices in the dataset of the items of `epoch`: [`len`](Self::len) indices, the same on every rank and in a
-    /// resumed run.
+    /// Items of the dataset for which the sampler was made, if it knows them: `build` refuses a dataset of another
+    /// length.
+    fn dataset_len(&self) -> Option<usize> {
+        None
+    }
+
+    /// Indices in the dataset of the items of `epoch`: [`len`](Self::len) indices, the same on every rank, in every
+    /// call and in a resumed run. A [`Position`](super::Position) keeps a digest of them.
     fn order(&self, epoch: usize) -> Vec<usize>;
 }
 
@@ -122,6 +127,10 @@ impl Sampler for WeightedSampler {
         self.samples
     }
 
+    fn dataset_len(&self) -> Option<usize> {
+        Some(self.sums.len())
+    }
+
     fn order(&self, epoch: usize) -> Vec<usize> {
         let mut next = stream(self.seed, epoch as u64, b"burn-ddp/weights");
         let total = self.sums.last().copied().unwrap_or(0.0);
@@ -132,82 +141,6 @@ impl Sampler for WeightedSampler {
             self.sums.partition_point(|sum| *sum <= uniform * total).min(last)
         };
         (0..self.samples).map(|_| draw()).collect()
-    }
-}
-
-/// The order of the items of a training loader.
-#[derive(Clone)]
-pub(super) enum Order {
-    Dataset,
-    Shuffled {
-        seed: u64,
-    },
-    /// The order of a sampler, for a dataset with this number of items.
-    Sampled {
-        sampler: Arc<dyn Sampler>,
-        dataset: usize,
-    },
-}
-
-impl Order {
-    /// Items of an epoch over a dataset of `dataset` items.
-    pub(super) fn items(&self, dataset: usize) -> usize {
-        match self {
-            Order::Sampled { sampler, .. } => sampler.len(),
-            Order::Dataset | Order::Shuffled { .. } => dataset,
-        }
-    }
-
-    pub(super) fn seed(&self) -> Option<u64> {
-        match self {
-            Order::Shuffled { seed } => Some(*seed),
-            Order::Dataset | Order::Sampled { .. } => None,
-        }
-    }
-
-    /// Text by which ranks compare orders. An invalid order is no error here, but at its epoch.
-    pub(super) fn text(&self) -> String {
-        match self {
-            Order::Dataset => "that of the dataset".to_string(),
-            Order::Shuffled { seed } => format!("shuffled with seed {seed}"),
-            Order::Sampled { sampler, .. } => {
-                let mut digest = Xxh3::new();
-                sampler.order(0).into_iter().for_each(|index| digest.update(&index.to_le_bytes()));
-                format!("a sampler's, {} item(s) with digest {:016x}", sampler.len(), digest.digest())
-            }
-        }
-    }
-
-    /// Indices in the dataset of the items at `range` of the order of `epoch`; `None` if the indices are `range`
-    /// itself. A shuffle permutes the items of `range` only.
-    ///
-    /// # Errors
-    ///
-    /// [`DataError::Sampler`] if the length of the sampler's order differs from its `len`, or an index is outside of
-    /// the dataset.
-    pub(super) fn of_epoch(&self, epoch: usize, range: Range<usize>) -> Result<Option<Vec<usize>>, DataError> {
-        match self {
-            Order::Dataset => Ok(None),
-            Order::Shuffled { seed } => {
-                let order = permutation(range.len(), *seed, epoch as u64);
-                Ok(Some(order.into_iter().map(|position| range.start + position).collect()))
-            }
-            Order::Sampled { sampler, dataset } => {
-                let order = sampler.order(epoch);
-                let invalid = |reason: String| Err(DataError::Sampler { reason });
-                let number = epoch.saturating_add(1);
-                if order.len() != sampler.len() {
-                    let (len, items) = (sampler.len(), order.len());
-                    return invalid(format!("its `len` is {len}, but epoch {number} has {items} item(s)"));
-                }
-                match order.iter().find(|index| **index >= *dataset) {
-                    Some(index) => {
-                        invalid(format!("epoch {number} has item {index} of a dataset of {dataset} item(s)"))
-                    }
-                    None => Ok(Some(order[range].to_vec())),
-                }
-            }
-        }
     }
 }
 

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn::tensor::Device;
 
 use super::epoch_cursor::EpochCursor;
+use super::epoch_order::EpochOrder;
 use super::prefetch::Pool;
-use super::sampler::Order;
-use super::{DataError, EpochPlan};
+use super::{DataError, EpochPlan, Position};
 use crate::{Ddp, batch_weight};
 
 /// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
@@ -58,9 +58,7 @@ struct Inner<O> {
     plan: EpochPlan,
     /// `None` for the number of items.
     weigh: Option<Weigh<O>>,
-    /// Index in the dataset of the loader's first item: 0, unless it reads a slice.
-    first: usize,
-    order: Order,
+    order: EpochOrder,
     pool: Arc<Pool<O>>,
     /// Shared with the same loader on another device.
     cursor: Arc<Mutex<EpochCursor>>,
@@ -76,7 +74,7 @@ impl<O> std::fmt::Debug for ShardedLoader<O> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Inner { id, plan, order, .. } = &*self.inner;
         let mut f = f.debug_struct("ShardedLoader");
-        f.field("id", id).field("plan", plan).field("seed", &order.seed()).finish_non_exhaustive()
+        f.field("id", id).field("plan", plan).field("order", &order.digest()).finish_non_exhaustive()
     }
 }
 
@@ -86,10 +84,11 @@ impl<O: Send + 'static> ShardedLoader<O> {
         id: u32,
         plan: EpochPlan,
         weigh: Option<Weigh<O>>,
-        order: Order,
+        order: EpochOrder,
         pool: Arc<Pool<O>>,
     ) -> Self {
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first: 0, order, pool, cursor: Arc::default() }) }
+        let cursor = Arc::new(Mutex::new(EpochCursor::new(order.digest(), plan)));
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor }) }
     }
 
     /// The epoch that [`iter`](Self::iter) begins next.
@@ -114,7 +113,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
         self.inner.plan.global_batch()
     }
 
-    /// Items of an epoch over all ranks.
+    /// Items of an epoch over all ranks; after [`max_batches`](super::LoaderBuilder::max_batches) those of its batches.
     pub fn num_items(&self) -> usize {
         self.inner.plan.items()
     }
@@ -173,17 +172,14 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.pool
     }
 
-    /// Index in the dataset of the loader's first item: 0, unless it reads a slice.
-    pub(super) fn first(&self) -> usize {
-        self.inner.first
-    }
-
-    pub(super) fn seed(&self) -> Option<u64> {
-        self.inner.order.seed()
-    }
-
-    pub(super) fn order(&self) -> &Order {
+    pub(super) fn order(&self) -> &EpochOrder {
         &self.inner.order
+    }
+
+    /// The plan of an epoch from `position` on, which ends where it would have without interruption.
+    pub(super) fn plan_from(&self, position: &Position) -> EpochPlan {
+        let plan = position.end.map_or(self.inner.plan, |end| self.inner.plan.of_first(end.min(position.order.items)));
+        plan.after(position.consumed)
     }
 
     pub(super) fn cursor(&self) -> MutexGuard<'_, EpochCursor> {
@@ -192,22 +188,21 @@ impl<O: Send + 'static> ShardedLoader<O> {
 
     /// The same loader, counting the same epochs, with batches on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Self {
-        let Inner { ddp, id, plan, weigh, first, order, pool, cursor } = &*self.inner;
+        let Inner { ddp, id, plan, weigh, order, pool, cursor } = &*self.inner;
         let (ddp, weigh, pool, cursor) = (ddp.clone(), weigh.clone(), pool.on_device(device), cursor.clone());
-        let (id, plan, first, order) = (*id, *plan, *first, order.clone());
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, order, pool, cursor }) }
+        let (id, plan, order) = (*id, *plan, order.clone());
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor }) }
     }
 
     /// A further loader for the items `start..end` of the dataset; with a sampler, for the items at these places of
     /// each epoch's order.
     pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
-        let Inner { ddp, plan, weigh, first, order, pool, .. } = &*self.inner;
+        let Inner { ddp, plan, weigh, order, pool, .. } = &*self.inner;
         if start > end || end > plan.items() {
             return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
         }
         let plan = plan.of_items(end - start)?;
         let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id());
-        let (weigh, first, order, pool) = (weigh.clone(), first + start, order.clone(), pool.clone());
-        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, order, pool, cursor: Arc::default() }) })
+        Ok(Self::new(ddp, id, plan, weigh.clone(), order.slice(start, plan.items()), pool.clone()))
     }
 }

@@ -106,8 +106,12 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         format!("step {step} of epoch {epoch} of streaming loader {} on rank {}", inner.id, inner.ddp.world().rank())
     }
 
-    /// Reads this rank's batch of the step `step`, and exchanges with the other ranks whether one has items.
+    /// Reads this rank's batch of the step `step`, and exchanges with the other ranks whether one has items. No step
+    /// comes after `max_batches`.
     fn look_ahead(&mut self, step: u32) -> Ahead<O> {
+        if self.loader.inner().max_batches.is_some_and(|most| step as usize > most) {
+            return Ahead { own: None, comes: Ok(false) };
+        }
         let read = self.read(step);
         let mine = read.as_ref().map(|own| own.as_ref().map_or(0, |(_, items, _)| *items)).ok();
         let comes = self.loader.inner().group.all_gather_object(&mine).map_err(DataError::from);
@@ -181,7 +185,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         let ddp = &self.loader.inner().ddp;
         ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
         ddp.state().seed_batch(self.loader.inner().id, self.number, step as usize);
-        self.loader.note_taken(self.number, self.begun, Some(&self.taken));
+        self.loader.note_taken(self.number, self.begun, Some(&self.taken).filter(|_| !last));
         Ok(Some(batch))
     }
 

@@ -9,9 +9,11 @@ use burn_ddp_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
+use super::left_early::{LeftEarly, log_resume};
 use super::sharded_loader::Weigh;
 use super::stream::StreamSource;
 use super::stream_epoch::StreamEpoch;
+use super::training_builder::check_max_batches;
 use crate::{Ddp, Result, agreement};
 
 impl Ddp {
@@ -71,6 +73,7 @@ impl Ddp {
             source: Arc::new(source),
             batcher: Arc::new(batcher),
             batch_size: 1,
+            max_batches: None,
             weigh: None,
             num_workers: 0,
             device: None,
@@ -82,7 +85,7 @@ impl Ddp {
 ///
 /// # Example
 ///
-/// Texts, each weighed by its number of words, which two threads per rank read ahead:
+/// Texts without end, each weighed by its number of words, which two threads per rank read ahead:
 ///
 /// ```
 /// # use burn::data::{dataloader::batcher::Batcher, dataset::DatasetError};
@@ -100,7 +103,7 @@ impl Ddp {
 ///
 /// impl StreamSource<String> for Texts {
 ///     fn open(&self, shard: StreamShard) -> Result<Stream<String>, DatasetError> {
-///         let own = (0..8).filter(move |nth| shard.has(*nth));
+///         let own = (0..).filter(move |nth| shard.has(*nth));
 ///         Ok(Box::new(own.map(|nth| Ok(format!("text number {nth}")))))
 ///     }
 /// }
@@ -109,6 +112,7 @@ impl Ddp {
 ///     let train = ddp
 ///         .stream(Texts, Together)
 ///         .batch_size(2)
+///         .max_batches(2)
 ///         .num_workers(2)
 ///         .weigh(|texts: &Vec<String>| texts.iter().map(|text| text.split(' ').count()).sum::<usize>() as f64)
 ///         .set_device(ddp.device()?.autodiff())
@@ -130,6 +134,8 @@ pub struct StreamBuilder<I, O> {
     source: Arc<dyn StreamSource<I>>,
     batcher: Arc<dyn Batcher<I, O>>,
     batch_size: usize,
+    /// Largest number of batches of an epoch.
+    max_batches: Option<usize>,
     /// Weights of batches; `None` for their numbers of items.
     weigh: Option<Weigh<O>>,
     num_workers: usize,
@@ -140,6 +146,17 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     /// Items of each rank's batches; 1 by default. The last ones of a worker's part may be fewer.
     pub fn batch_size(mut self, batch_size: usize) -> Self {
         self.batch_size = batch_size;
+        self
+    }
+
+    /// Ends each epoch after `max_batches` batches of each rank, or with the last item: for sources without end. The
+    /// same on all ranks; see [`LoaderBuilder::max_batches`](super::LoaderBuilder::max_batches).
+    ///
+    /// # Example
+    ///
+    /// As in [`StreamBuilder`].
+    pub fn max_batches(mut self, max_batches: usize) -> Self {
+        self.max_batches = Some(max_batches);
         self
     }
 
@@ -168,8 +185,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         self
     }
 
-    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order, with the same batch size
-    /// and number of workers (0 and 1 count as the same).
+    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order, with the same batch size,
+    /// `max_batches` and number of workers (0 and 1 count as the same).
     ///
     /// Costs two small all-gathers and what [`World::group`](crate::comm::World::group) costs: connections and a
     /// barrier.
@@ -177,11 +194,12 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     /// # Errors
     ///
     /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
-    /// [`DataError::BatchTooSmall`] for a batch size of 0; [`Error::Invalid`](crate::Error::Invalid) that names the
-    /// rank if one has no device. [`DataError::Comm`] if a peer failed.
+    /// [`DataError::BatchTooSmall`] for a batch size of 0; [`DataError::NoBatches`] for a `max_batches` of 0;
+    /// [`Error::Invalid`](crate::Error::Invalid) that names the rank if one has no device. [`DataError::Comm`] if a
+    /// peer failed.
     #[track_caller]
     pub fn build(self) -> Result<StreamLoader<I, O>> {
-        let Self { ddp, source, batcher, batch_size, weigh, num_workers, device } = self;
+        let Self { ddp, source, batcher, batch_size, max_batches, weigh, num_workers, device } = self;
         let weights = if weigh.is_some() { "the batch" } else { "its number of items" };
         let default = || ddp.state().model_device().map_or_else(|| ddp.device(), Ok).map(Device::autodiff);
         let device = agreement::on_outcome(ddp.group(), "build its loader", device.map_or_else(default, Ok))?;
@@ -190,6 +208,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
             ("the kind of loader", "streaming".to_string()),
             ("the number of the loader", id.to_string()),
             ("the batch size", batch_size.to_string()),
+            ("`max_batches`", max_batches.map_or("not set".to_string(), |batches| batches.to_string())),
             ("the number of parts of a rank", num_workers.max(1).to_string()),
             ("the source of a batch's weight", weights.to_string()),
         ];
@@ -197,11 +216,13 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
             return Err(DataError::LoadersDiffer { loader: format!("streaming loader {id}"), difference }.into());
         }
+        check_max_batches(max_batches)?;
         let too_small = || DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() };
         let batch_size = NonZeroUsize::new(batch_size).ok_or_else(too_small)?;
         let group = ddp.state().new_group()?;
         let cursor = Mutex::default();
-        let inner = Inner { ddp, group, id, source, batcher, batch_size, weigh, num_workers, device, cursor };
+        let inner =
+            Inner { ddp, group, id, source, batcher, batch_size, max_batches, weigh, num_workers, device, cursor };
         Ok(StreamLoader { inner: Arc::new(inner) })
     }
 }
@@ -223,6 +244,8 @@ pub(super) struct Inner<I, O> {
     pub(super) source: Arc<dyn StreamSource<I>>,
     pub(super) batcher: Arc<dyn Batcher<I, O>>,
     pub(super) batch_size: NonZeroUsize,
+    /// Largest number of batches of an epoch.
+    pub(super) max_batches: Option<usize>,
     /// `None` for the number of items.
     pub(super) weigh: Option<Weigh<O>>,
     pub(super) num_workers: usize,
@@ -235,6 +258,8 @@ pub(super) struct Inner<I, O> {
 struct Cursor {
     epoch: usize,
     taken: Taken,
+    /// The epoch before, if it was left early.
+    left_early: Option<LeftEarly>,
     /// True after `resume`, until an epoch begins.
     resumed: bool,
     /// Number of epochs begun so far, by which two passes over the same epoch differ.
@@ -260,6 +285,9 @@ pub struct StreamPosition {
     batch_size: usize,
     /// By rank; empty between two epochs.
     taken: Vec<Taken>,
+    /// The epoch before, if it was left early.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    left_early: Option<LeftEarly>,
 }
 
 impl StreamPosition {
@@ -303,6 +331,10 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
 
     fn begin(&self, number: usize) -> StreamEpoch<I, O> {
         let mut cursor = self.cursor();
+        if !cursor.resumed {
+            let batches = cursor.taken.steps as usize;
+            cursor.left_early = LeftEarly::note(cursor.left_early, cursor.epoch, batches, number);
+        }
         if !cursor.resumed || cursor.epoch != number {
             cursor.taken = Taken::default();
         }
@@ -324,13 +356,13 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
     /// As in [`resume`](Self::resume).
     #[track_caller]
     pub fn position(&self) -> Result<StreamPosition> {
-        let (epoch, taken) = {
+        let (epoch, taken, left_early) = {
             let cursor = self.cursor();
-            (cursor.epoch, cursor.taken.clone())
+            (cursor.epoch, cursor.taken.clone(), cursor.left_early)
         };
         let taken = self.inner.ddp.group().all_gather_object(&taken).map_err(DataError::from)?;
         let taken = if taken.iter().all(|taken| taken.steps == 0) { Vec::new() } else { taken };
-        Ok(StreamPosition { epoch, batch_size: self.inner.batch_size.get(), taken })
+        Ok(StreamPosition { epoch, batch_size: self.inner.batch_size.get(), taken, left_early })
     }
 
     /// Makes the loader continue from `position`, with the rest of the interrupted epoch. *Collective*: all ranks pass
@@ -382,7 +414,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
     /// ```
     #[track_caller]
     pub fn resume(&self, position: &StreamPosition) -> Result<()> {
-        let Inner { ddp, id, batch_size, .. } = &*self.inner;
+        let Inner { ddp, id, batch_size, max_batches, .. } = &*self.inner;
         let settings = vec![("the position".to_string(), format!("{position:?}"))];
         if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
             let loader = format!("streaming loader {id} (resumed)");
@@ -400,8 +432,14 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
             return Err(DataError::PositionMismatch { difference }.into());
         }
         let taken = position.taken.get(ddp.rank()).cloned().unwrap_or_default();
+        // A loader with `max_batches` ends its epochs as the program means it.
+        let left_early = position.left_early.filter(|_| max_batches.is_none());
+        if taken.steps > 0 {
+            let progress = format!("{} batch(es) were read before", taken.steps);
+            log_resume(ddp, &format!("streaming loader {id}"), position.epoch, &progress, left_early);
+        }
         let mut cursor = self.cursor();
-        (cursor.epoch, cursor.taken, cursor.resumed) = (position.epoch, taken, true);
+        (cursor.epoch, cursor.taken, cursor.left_early, cursor.resumed) = (position.epoch, taken, left_early, true);
         Ok(())
     }
 
@@ -413,9 +451,9 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
     pub(super) fn note_taken(&self, number: usize, begun: u32, taken: Option<&Taken>) {
         let mut cursor = self.cursor();
         if cursor.begun == begun && !cursor.resumed {
-            (cursor.epoch, cursor.taken) = match taken {
-                Some(taken) => (number, taken.clone()),
-                None => (number.saturating_add(1), Taken::default()),
+            (cursor.epoch, cursor.taken, cursor.left_early) = match taken {
+                Some(taken) => (number, taken.clone(), cursor.left_early),
+                None => (number.saturating_add(1), Taken::default(), None),
             };
         }
     }

@@ -5,6 +5,8 @@ mod default_device;
 mod differing_ranks;
 mod eval;
 mod items_across_ranks;
+mod left_early;
+mod other_orders;
 mod resume;
 mod sampled;
 mod stream;

@@ -1,12 +1,14 @@
 //! Runs that are interrupted and resumed, in worlds of other sizes and with other batch sizes.
 
+use std::collections::BTreeMap;
+
 use burn::data::dataloader::DataLoader;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Tensor;
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::{Position, ShardedLoader, permutation};
+use crate::data::{EpochPlan, Position, ShardedLoader, permutation};
 use crate::{GradientReduction, WrapConfig};
 
 /// A run of a job, the same on all ranks, until it stops.
@@ -17,15 +19,17 @@ struct Run {
     extra: usize,
     steps: usize,
     workers: usize,
+    max_batches: Option<usize>,
 }
 
 /// A step of one rank: the epoch, the items that it read, and their weight.
 type Read = (usize, Vec<usize>, f64);
 
-const ALL: Run = Run { world: 1, extra: 0, steps: usize::MAX, workers: 0 };
+const ALL: Run = Run { world: 1, extra: 0, steps: usize::MAX, workers: 0, max_batches: None };
 
 fn loader(ddp: &Ddp, run: &Run, items: usize, seed: Option<u64>) -> crate::Result<ShardedLoader<Vec<usize>>> {
     let loader = ddp.loader(Keep).global_batch_size(run.world + run.extra).num_workers(run.workers);
+    let loader = run.max_batches.into_iter().fold(loader, |loader, batches| loader.max_batches(batches));
     seed.into_iter().fold(loader, |loader, seed| loader.shuffle(seed)).build(numbers(items))
 }
 
@@ -88,32 +92,43 @@ fn any_run() -> impl Strategy<Value = Run> {
         extra,
         steps,
         workers,
+        max_batches: None,
     })
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
+    /// With `max_batches` an epoch ends where the run in which it began would have ended it.
     #[test]
     fn every_item_of_every_epoch_is_read_once(
         items in 5usize..40,
         seed in prop::option::of(0u64..1000),
+        max_batches in prop::option::of(1usize..8),
         runs in prop::collection::vec(any_run(), 0..8),
     ) {
         const EPOCHS: usize = 3;
-        let (mut read, mut position) = (Vec::new(), None);
+        let (mut read, mut ends, mut position) = (Vec::new(), BTreeMap::new(), None);
         for this in runs.iter().chain([&ALL]) {
+            let this = &Run { max_batches, ..this.clone() };
             let (of_run, at) = run(this, items, seed, EPOCHS, position);
-            read.extend(counted(this, &of_run));
+            let global_batch = this.world + this.extra;
+            let steps = EpochPlan::new(items, this.world, global_batch).unwrap().steps();
+            let end = max_batches.filter(|most| *most < steps).map_or(items, |most| most * global_batch);
+            for (epoch, item) in counted(this, &of_run) {
+                ends.entry(epoch).or_insert(end);
+                read.push((epoch, item));
+            }
             // In the form that a checkpoint holds.
             position = serde_json::from_str(&serde_json::to_string(&at).unwrap()).unwrap();
-            prop_assert_eq!(at.epoch() * items + at.consumed(), read.len());
+            let ended: usize = (0..at.epoch()).map(|epoch| ends[&epoch]).sum();
+            prop_assert_eq!(ended + at.consumed(), read.len());
         }
         let order = |epoch| match seed {
             Some(seed) => permutation(items, seed, epoch as u64),
             None => (0..items).collect(),
         };
-        let items_of = |epoch| order(epoch).into_iter().map(move |item| (epoch, item));
+        let items_of = |epoch| order(epoch).into_iter().take(ends[&epoch]).map(move |item| (epoch, item));
         let expected: Vec<_> = (0..EPOCHS).flat_map(items_of).collect();
         prop_assert_eq!(read, expected);
     }

@@ -3,7 +3,7 @@
 use burn::data::dataloader::DataLoader;
 
 use super::*;
-use crate::data::{DataError, Sampler, WeightedSampler};
+use crate::data::{Sampler, WeightedSampler};
 
 /// Items `epoch`, `epoch + 3`, … of a dataset, modulo its length.
 struct Steps {
@@ -55,24 +55,68 @@ fn ranks_share_the_order_of_the_sampler_and_go_on_within_it() {
 }
 
 #[test]
-fn samplers_that_differ_or_leave_the_dataset_are_errors_on_all_ranks() {
+fn samplers_that_differ_between_ranks_are_an_error_and_the_last_order_counts() {
     spawn(2, |ddp| {
         let weighted = |weight| WeightedSampler::new(&[1.0, weight, 1.0], 20, 3);
         let sampler = weighted(1.0 + ddp.rank() as f64)?;
         let error = ddp.loader(Keep).sampler(sampler).build(numbers(3)).unwrap_err().to_string();
         assert!(error.contains("the order of the items is a sampler's, 20 item(s) with digest"), "{error}");
 
-        let train = ddp.loader(Keep).sampler(Steps { len: 8, dataset: 5 }).build(numbers(3))?;
-        let mut epoch = train.iter();
-        let error = epoch.next().unwrap().unwrap_err();
-        assert!(
-            matches!(error, DataError::Sampler { .. }) && error.to_string().contains("epoch 1 has item 3"),
-            "{error}"
-        );
-        assert!(epoch.next().is_none());
-
         let train = ddp.loader(Keep).sampler(weighted(0.0)?).shuffle(1).build(numbers(3))?;
         assert_eq!(train.num_items(), 3, "the last call counts");
+        Ok(())
+    });
+}
+
+/// A sampler that says one thing and draws another.
+struct Says {
+    len: usize,
+    dataset_len: Option<usize>,
+    draws: fn(usize) -> Vec<usize>,
+}
+
+impl Sampler for Says {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn dataset_len(&self) -> Option<usize> {
+        self.dataset_len
+    }
+
+    fn order(&self, epoch: usize) -> Vec<usize> {
+        (self.draws)(epoch)
+    }
+}
+
+#[test]
+fn samplers_that_do_not_fit_the_dataset_are_errors_on_all_ranks() {
+    let says = |len, dataset_len, draws| Says { len, dataset_len, draws };
+    spawn(2, |ddp| {
+        let build = |sampler: Says| ddp.loader(Keep).sampler(sampler).build(numbers(3));
+        let weighted = |weights: usize| {
+            let sampler = WeightedSampler::new(&vec![1.0; weights], 4, 0).unwrap();
+            ddp.loader(Keep).sampler(sampler).build(numbers(3))
+        };
+        let made_for = |items| format!("made for {items} item(s) but the dataset has 3");
+        for (built, expected) in [
+            (weighted(2), made_for(2)),
+            (weighted(4), made_for(4)),
+            (build(says(2, Some(2), |_| vec![0, 1])), made_for(2)),
+            (build(says(2, None, |_| vec![0, 3])), "epoch 1 has item 3 of a dataset of 3".to_string()),
+            (build(says(2, None, |_| vec![0])), "its `len` is 2, and epoch 1 has 1 item(s)".to_string()),
+            (build(says(0, None, |_| vec![])), "its `len` is 0".to_string()),
+        ] {
+            let error = built.unwrap_err().to_string();
+            assert!(error.contains(&expected), "{error}");
+        }
+        weighted(3)?;
+        // An epoch that differs from the first is noticed when it begins.
+        let train = build(says(2, None, |epoch| vec![0, 2 + epoch]))?;
+        assert_eq!(train.iter().count(), 1);
+        let mut second = train.iter();
+        let error = second.next().unwrap().unwrap_err().to_string();
+        assert!(error.contains("epoch 2 has item 3 of a dataset of 3") && second.next().is_none(), "{error}");
         Ok(())
     });
 }
