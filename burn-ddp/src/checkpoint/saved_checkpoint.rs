@@ -1,6 +1,7 @@
 //! Loading a saved checkpoint: rank 0 reads its files and sends their contents.
 
 use std::borrow::BorrowMut;
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
@@ -103,9 +104,9 @@ impl Checkpoint {
     /// sharded one.
     ///
     /// A wrapped model that is trained discards the gradients of micro-batches that it holds, and gets those that it
-    /// held at the save: the next backward adds to them. In a world of the same size each rank gets its own sums, so
-    /// that the step has the bits of a run without interruption; in a world of another size the sums are added in
-    /// another order, which rounds differently.
+    /// held at the save: the next backward adds to them. In a world of the same size each rank gets its own sums and
+    /// running statistics, so that the step has the bits of a run without interruption; in a world of another size the
+    /// sums are added in another order, which rounds differently, and all ranks get the same statistics.
     ///
     /// Costs some [rounds](crate::checkpoint), a broadcast of each tensor, and, for each sharded tensor, a round and a
     /// message with its rows to each rank.
@@ -164,12 +165,12 @@ impl Checkpoint {
         let file = self.open(&name)?;
         let model = load_model::load(group, model, file, &name)?;
         let model = broadcast::model(&self.ddp, model, 0)?;
-        match held.filter(|_| !trained.is_empty()) {
+        match held.filter(|held| held.len() == trained.len()) {
             Some(held) => {
                 let file = self.open(&held_gradients::file_of(&name))?;
                 held_gradients::load(group, &trained, held, file)?;
             }
-            None if held_nothing => trained.iter().for_each(|wrapped| wrapped.discard_for_load()),
+            None if held_nothing || held.is_some() => trained.iter().for_each(|wrapped| wrapped.discard_for_load()),
             None => {}
         }
         Ok(model)
@@ -292,11 +293,11 @@ impl Checkpoint {
 
 /// The first difference between the saved entries and those of the model to load.
 fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
-    let of_path = |entries: &'_ [Entry], path: &str| entries.iter().find(|e| e.path == path).cloned();
-    let extra = here.iter().find(|e| of_path(saved, &e.path).is_none());
+    let (of_saved, of_here) = (by_path(saved), by_path(here));
+    let extra = here.iter().find(|e| !of_saved.contains_key(e.path.as_str()));
     saved
         .iter()
-        .find_map(|was| match of_path(here, &was.path) {
+        .find_map(|was| match of_here.get(was.path.as_str()) {
             None => Some(format!("{was} is not in the model")),
             Some(is) if (&is.dims, &is.dtype) != (&was.dims, &was.dtype) => Some(format!(
                 "{} is {:?} {} in the checkpoint, but {:?} {} in the model",
@@ -305,4 +306,8 @@ fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
             Some(_) => None,
         })
         .or_else(|| extra.map(|e| format!("{e} is not in the checkpoint")))
+}
+
+fn by_path(entries: &[Entry]) -> HashMap<&str, &Entry> {
+    entries.iter().map(|entry| (entry.path.as_str(), entry)).collect()
 }

@@ -24,6 +24,9 @@ pub(crate) trait Source {
     /// Bytes of this rank's part of a tensor that is gathered.
     fn own_len_bytes(&self) -> usize;
 
+    /// Bytes of the whole of a tensor that is gathered. The same on all ranks.
+    fn whole_len_bytes(&self) -> usize;
+
     /// This rank's part of a tensor that is gathered.
     fn own(&self) -> Result<TensorData>;
 
@@ -36,11 +39,16 @@ pub(crate) trait Source {
     fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure>;
 }
 
+/// Bytes of tensors of other ranks that rank 0 writes or reads at once. After each of these times the ranks make a
+/// round.
+pub(crate) const GATHERED_BYTES: usize = 4 << 20;
+
 /// Appends bytes to the file.
 pub(crate) type Write<'a> = dyn FnMut(&[u8]) -> Result<(), FileFailure> + 'a;
 
 /// Writes `tensors` to rank 0's `sink`, with the maps `others` in the header. *Collective*: all ranks have the same
-/// tensors. Besides what the sink holds, a rank needs memory for one tensor, gathered and in the form of the file.
+/// gathered tensors. Besides what the sink holds, rank 0 needs memory for gathered tensors of 4 MiB, or one that is
+/// larger, and for one tensor in the form of the file.
 ///
 /// # Errors
 ///
@@ -60,15 +68,30 @@ pub(crate) fn write<S: Source>(
         header_bytes(&header(&stored.map_err(|e| e.to_string())?, others)?)
     });
     let (mut end, mut unread) = (0, None);
-    let mut gathered: Option<(S, Bytes)> = None;
     let mut tensors = tensors.into_iter().peekable();
+    // Rank 0 may have tensors that the others lack, so only gathered ones begin a new batch.
+    let belongs = |bytes: usize, tensor: &S| {
+        tensor.is_on_main() || bytes == 0 || bytes + tensor.whole_len_bytes() <= GATHERED_BYTES
+    };
     loop {
-        let mut run: Vec<S> = Vec::new();
-        while let Some(tensor) = tensors.next_if(Source::is_on_main) {
-            run.push(tensor);
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        while let Some(tensor) = tensors.next_if(|tensor| belongs(bytes, tensor)) {
+            if tensor.is_on_main() {
+                batch.push((tensor, None));
+                continue;
+            }
+            bytes += tensor.whole_len_bytes();
+            // A rank that cannot read its part must still make the same collective calls as the others.
+            let own = tensor.own().unwrap_or_else(|e| {
+                unread.get_or_insert(e);
+                let len = tensor.own_len_bytes();
+                TensorData::from_bytes_vec(vec![0; len], [len], burn::tensor::DType::U8)
+            });
+            let whole = tensor.gather(group, own.as_bytes())?;
+            batch.push((tensor, Some(whole)));
         }
         let is_last = tensors.peek().is_none();
-        let mut write_run = || -> Result<(), FileFailure> {
+        let mut write_batch = || -> Result<(), FileFailure> {
             if let Some(header) = opening.take() {
                 sink.write_all(&header?)?;
             }
@@ -78,22 +101,13 @@ pub(crate) fn write<S: Source>(
                 end = start + bytes.len();
                 Ok(())
             };
-            if let Some((tensor, whole)) = gathered.take() {
-                tensor.put(Some(whole), &mut write)?;
-            }
-            run.drain(..).try_for_each(|tensor| tensor.put(None, &mut write))?;
+            batch.drain(..).try_for_each(|(tensor, whole)| tensor.put(whole, &mut write))?;
             if is_last { Ok(sink.finish()?) } else { Ok(()) }
         };
-        main_first::on_main(group, || write_run().map_err(|e| work.failed(e)))?;
-        let Some(tensor) = tensors.next() else { break };
-        // A rank that cannot read its part must still make the same collective calls as the others.
-        let own = tensor.own().unwrap_or_else(|e| {
-            unread.get_or_insert(e);
-            let len = tensor.own_len_bytes();
-            TensorData::from_bytes_vec(vec![0; len], [len], burn::tensor::DType::U8)
-        });
-        let whole = tensor.gather(group, own.as_bytes())?;
-        gathered = is_main.then_some((tensor, whole));
+        main_first::on_main(group, || write_batch().map_err(|e| work.failed(e)))?;
+        if is_last {
+            break;
+        }
     }
     match any_gathered {
         true => agreement::on_outcome(group, "save its parts", unread.map_or(Ok(()), Err::<(), Error>)),

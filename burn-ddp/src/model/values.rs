@@ -94,6 +94,10 @@ impl Source for Value {
         self.part.as_ref().map_or(0, |part| part.own_len_bytes(self.dtype.size()))
     }
 
+    fn whole_len_bytes(&self) -> usize {
+        self.part.as_ref().map_or(0, |part| part.dims().iter().product::<usize>() * self.dtype.size())
+    }
+
     fn own(&self) -> Result<TensorData> {
         Value::own(self)
     }

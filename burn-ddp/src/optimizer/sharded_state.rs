@@ -123,6 +123,10 @@ impl Source for StateTensor<'_> {
         self.part.as_ref().map_or(0, |part| part.own_len_bytes(self.stored.dtype.size()))
     }
 
+    fn whole_len_bytes(&self) -> usize {
+        self.stored.len_bytes
+    }
+
     fn own(&self) -> Result<TensorData> {
         Ok(TensorData::from_bytes_vec(self.own.to_vec(), [self.own.len()], burn::tensor::DType::U8))
     }

@@ -1,6 +1,6 @@
 //! Parameters and buffers that each rank keeps for itself, selected by their paths.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use burn_ddp_comm::ProcessGroup;
 
@@ -16,15 +16,26 @@ const PROPOSED: usize = 3;
 ///
 /// [`Error::Invalid`] if a pattern names nothing, with the paths that are most like it.
 pub(super) fn select(patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
-    for pattern in patterns {
-        if !paths.iter().any(|path| names(pattern, path)) {
-            return Err(Error::invalid(format!(
-                "the local parameter {pattern:?} names no parameter, buffer or module of the model; closest are {}",
-                closest(pattern, paths).join(", ")
-            )));
-        }
+    // Each path is compared with each pattern, but not with each name: there may be as many names as paths.
+    let (with_stars, names): (Vec<&String>, Vec<&String>) = patterns.iter().partition(|pattern| pattern.contains('*'));
+    let names: HashSet<&str> = names.into_iter().map(String::as_str).collect();
+    let mut found = HashSet::new();
+    let mut selected = Vec::new();
+    for path in paths {
+        let named = modules_and(path).filter_map(|name| names.get(name).copied());
+        let is_match = |pattern: &str| modules_and(path).any(|name| matches(pattern.as_bytes(), name.as_bytes()));
+        let starred = with_stars.iter().map(|pattern| pattern.as_str()).filter(|pattern| is_match(pattern));
+        let of_path: Vec<&str> = named.chain(starred).collect();
+        selected.push(!of_path.is_empty());
+        found.extend(of_path);
     }
-    Ok(paths.iter().map(|path| patterns.iter().any(|pattern| names(pattern, path))).collect())
+    match patterns.iter().find(|pattern| !found.contains(pattern.as_str())) {
+        None => Ok(selected),
+        Some(pattern) => Err(Error::invalid(format!(
+            "the local parameter {pattern:?} names no parameter, buffer or module of the model; closest are {}",
+            closest(pattern, paths).join(", ")
+        ))),
+    }
 }
 
 /// Refuses accumulation by `what` if some of the `local` parameters are trained: no tap holds their gradients.
@@ -68,10 +79,9 @@ pub(super) fn disagreement(
     Ok(None)
 }
 
-/// True if `pattern` matches `path` or the path of a module that it is in.
-fn names(pattern: &str, path: &str) -> bool {
-    let modules = path.match_indices('.').map(|(end, _)| &path[..end]);
-    modules.chain([path]).any(|path| matches(pattern.as_bytes(), path.as_bytes()))
+/// The paths of the modules that `path` is in, and `path`.
+fn modules_and(path: &str) -> impl Iterator<Item = &str> {
+    path.match_indices('.').map(|(end, _)| &path[..end]).chain([path])
 }
 
 /// True if `text` is `pattern`, where `*` stands for any text.

@@ -1,5 +1,7 @@
 //! The parameters of a model that `wrap` would shard, for Burn's trainer.
 
+use std::collections::HashSet;
+
 use burn::module::{Module, ParamId};
 
 use super::inspect_model::{Inspected, inspect};
@@ -30,8 +32,8 @@ pub(crate) fn parameters_to_divide<M: Module>(
     let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config)?;
     let divides = |entry: &Entry| config.divides(&entry.dims, ddp.world_size()) && !bases.contains(&entry.path);
     let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
-    let divided = |path: &str| slots.iter().any(|slot| slot.sharded && slot.path == path);
-    let entries = schema.entries.into_iter().zip(schema.ids).filter(|(entry, _)| divided(&entry.path));
+    let divided: HashSet<String> = slots.into_iter().filter(|slot| slot.sharded).map(|slot| slot.path).collect();
+    let entries = schema.entries.into_iter().zip(schema.ids).filter(|(entry, _)| divided.contains(&entry.path));
     let divided = |(Entry { path, dims, trainable, .. }, id)| DividedParameter { path, id, dims, trains: trainable };
     Ok(entries.map(divided).collect())
 }
