@@ -309,7 +309,7 @@ impl Weighted<'_> {
         self.refuse_untracked(loss)?;
         note_values(&found, &models);
         let call = Call { items: self.items, holds: false, counts_backwards: false };
-        let prepare = |own: &mut Gradients| models.prepare(&found, Own::Gradients(own));
+        let prepare = |own: &mut Gradients, counts| models.prepare(&found, Own::Gradients { own, counts });
         let (_, prepared) = intercept::run(self.ddp, found.0.clone(), call, || loss.backward(), prepare)?;
         Ok(gradients::<T>(&found, prepared))
     }
@@ -344,7 +344,7 @@ impl Weighted<'_> {
         let refused = found.0.iter().try_for_each(|model| refuse_accumulation("`accumulate`", model.local()));
         refused.map_err(|error| intercept::refused(self.ddp, error))?;
         let call = Call { items: self.items, holds: true, counts_backwards: false };
-        let prepare = |own: &mut Gradients| models.prepare(&found, Own::Gradients(own));
+        let prepare = |own: &mut Gradients, counts| models.prepare(&found, Own::Gradients { own, counts });
         intercept::run(self.ddp, found.0.clone(), call, || loss.backward(), prepare).map(drop)
     }
 
@@ -381,7 +381,7 @@ impl Weighted<'_> {
         }
         note_values(&found, &models);
         let call = Call { items: self.items, holds: false, counts_backwards: true };
-        let prepare = |_: &mut R| models.prepare(&found, Own::Unknown);
+        let prepare = |_: &mut R, _| models.prepare(&found, Own::Unknown);
         let (out, prepared) = intercept::run(self.ddp, found.0.clone(), call, f, prepare)?;
         Ok((out, gradients::<T>(&found, prepared)))
     }

@@ -32,6 +32,10 @@ struct Inner {
     before_averages: u32,
     /// True once gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
+    /// Weight of the batches whose gradients are averaged in front of an optimizer; `None` without a batch.
+    of_optimizer: Option<f64>,
+    /// True if the next batch is the first one of such an average.
+    optimizer_stepped: bool,
 }
 
 /// A step of a loader, as the world's tracks know it.
@@ -98,13 +102,18 @@ impl BatchWeight {
         w.count += 1;
         w.waiting += 1;
         w.last = Some(batch);
+        let earlier = w.of_optimizer.filter(|_| !std::mem::take(&mut w.optimizer_stepped));
+        w.of_optimizer = Some(earlier.unwrap_or_default() + batch.weight);
         w.before_averages = w.before_averages.saturating_add(1);
         w.before_averages == FORGOTTEN && !w.averages
     }
 
-    /// Records that gradients were averaged without a backward of a wrapped model.
-    pub(crate) fn note_averages(&self) {
-        self.lock().averages = true;
+    /// Records that an optimizer averages the gradients of all batches since the last step with a batch of its own.
+    /// Returns false if they do not count, since all of these batches have weight 0.
+    pub(crate) fn note_optimizer_step(&self) -> bool {
+        let mut w = self.lock();
+        (w.averages, w.optimizer_stepped) = (true, true);
+        w.of_optimizer != Some(0.0)
     }
 
     /// The last step of `track` whose batch had a call.
@@ -155,6 +164,7 @@ impl BatchWeight {
     pub(crate) fn skip(&self) -> Option<Step> {
         let mut w = self.lock();
         w.waiting = w.waiting.saturating_sub(1);
+        w.of_optimizer = None;
         let step = w.last.map(|batch| batch.step)?;
         w.used.insert(step.loader(), step);
         Some(step)

@@ -1,12 +1,14 @@
-//! Gradients of micro-batches that were not reduced yet when a checkpoint is saved.
+//! State of a trained model that differs between ranks: gradients of micro-batches that were not reduced yet, and
+//! running statistics that were not averaged since they changed.
 //!
-//! Each rank's sums are written as they are: in a world of the same size each rank gets its own sums back, and the next
+//! Each rank's values are written as they are: in a world of the same size each rank gets its own back, and the next
 //! reduction has the bits of an uninterrupted run. A reduction at `save` would add the sums in another order.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{Bytes, Device, TensorData};
+use burn::tensor::{Bytes, DType as BurnDType, Device, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
 use crate::file_failure::FileFailure;
@@ -14,28 +16,37 @@ use crate::gradients::{HeldBatches, Sum};
 use crate::intercept::WrappedModel;
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::burnpack_tensors::{StoredTensor, tensors};
-use crate::model::burnpack_writer::{Source, Write};
+use crate::model::burnpack_writer::{self, Source, Write};
+use crate::model::digest::digest;
 use crate::model::schema::Schema;
 use crate::tensor_conversion::burn_dtype;
 use crate::{Error, Result, agreement, main_first};
 
-/// The micro-batches that each rank holds, and the sums of their gradients, for the wrapped models in a module.
+/// The micro-batches that each rank holds for the wrapped models in a module, and each rank's tensors.
 pub(super) struct HeldGradients {
     /// By wrapped model and rank.
     pub(super) batches: Vec<Vec<HeldBatches>>,
-    pub(super) sums: Vec<HeldSum>,
+    pub(super) tensors: Vec<HeldTensor>,
 }
 
-/// The sum of one rank for one parameter of a wrapped model.
-pub(super) struct HeldSum {
+/// A tensor of one rank for a wrapped model.
+pub(super) struct HeldTensor {
     model: Arc<WrappedModel>,
     /// Number of the wrapped model in the module.
     nth: usize,
-    slot: usize,
-    /// The rank that holds the sum.
+    /// The rank that has the tensor.
     holder: usize,
     /// This rank.
     rank: usize,
+    kind: HeldKind,
+}
+
+enum HeldKind {
+    /// The sum of the gradients of a slot.
+    Sum(usize),
+    /// A running statistic: its number among those of the model, its path, its dtype and shape, and its value on the
+    /// rank that has it.
+    Statistic { number: usize, path: String, dtype: BurnDType, dims: Vec<usize>, value: Option<TensorData> },
 }
 
 /// True if `model`, which has this `schema`, is the one that is being trained: it has a trainable parameter, and its
@@ -68,49 +79,100 @@ pub(super) fn warn_of_copies(saved: &[SavedWrapped]) {
     }
 }
 
-/// Micro-batches and sums that the ranks hold for these wrapped models; `None` if no rank holds any. *Collective*.
+/// What the ranks hold for these wrapped models; `None` if no rank holds gradients, and all have the same running
+/// statistics. *Collective*.
 #[track_caller]
 pub(super) fn of(group: &ProcessGroup, models: &[Arc<WrappedModel>]) -> Result<Option<HeldGradients>> {
-    let own: Vec<_> = models.iter().map(|model| model.held()).collect();
+    let statistics = models.iter().map(|model| model.read_statistics()).collect::<Result<Vec<_>>>();
+    let statistics = agreement::on_outcome(group, "read its running statistics", statistics)?;
+    let digests = |of: &Vec<TensorData>| of.iter().map(|value| digest(value.as_bytes())).collect::<Vec<i64>>();
+    let own: Vec<_> = models.iter().zip(&statistics).map(|(model, own)| (model.held(), digests(own))).collect();
     let all = group.all_gather_object(&own)?;
-    if all.iter().flatten().all(|(batches, _)| batches.count == 0) {
+    let differ = |nth: usize| all.iter().any(|of_rank| of_rank[nth].1 != own[nth].1);
+    let differing: Vec<bool> = (0..models.len()).map(differ).collect();
+    if all.iter().flatten().all(|((batches, _), _)| batches.count == 0) && !differing.contains(&true) {
         return Ok(None);
     }
-    let mut held = HeldGradients { batches: vec![Vec::new(); models.len()], sums: Vec::new() };
+    let mut held = HeldGradients { batches: vec![Vec::new(); models.len()], tensors: Vec::new() };
     for (holder, of_rank) in all.into_iter().enumerate() {
-        for (nth, ((batches, slots), model)) in of_rank.into_iter().zip(models).enumerate() {
+        for (nth, (((batches, slots), _), model)) in of_rank.into_iter().zip(models).enumerate() {
             held.batches[nth].push(batches);
-            let sum = |slot| HeldSum { model: model.clone(), nth, slot, holder, rank: group.rank() };
-            held.sums.extend(slots.into_iter().map(sum));
+            let tensor = |kind| HeldTensor { model: model.clone(), nth, holder, rank: group.rank(), kind };
+            held.tensors.extend(slots.into_iter().map(HeldKind::Sum).map(tensor));
+            if !differing[nth] {
+                continue;
+            }
+            for (number, (value, path)) in statistics[nth].iter().zip(model.paths_of_statistics()).enumerate() {
+                let (dtype, dims) = (value.dtype(), value.shape().to_vec());
+                let value = (holder == group.rank()).then(|| value.clone());
+                held.tensors.push(tensor(HeldKind::Statistic { number, path, dtype, dims, value }));
+            }
         }
     }
     Ok(Some(held))
 }
 
-impl HeldSum {
-    fn dtype(&self) -> DType {
-        match self.model.slots[self.slot].dtype {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
+/// Type of the sums of a slot.
+fn sum_dtype(model: &WrappedModel, slot: usize) -> DType {
+    match model.slots[slot].dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
+
+impl HeldTensor {
+    fn name(&self) -> String {
+        let path = match &self.kind {
+            HeldKind::Sum(slot) => &self.model.slots[*slot].path,
+            HeldKind::Statistic { path, .. } => path,
+        };
+        name_of(self.nth, self.holder, path)
+    }
+
+    fn like(&self) -> (BurnDType, Vec<usize>) {
+        match &self.kind {
+            HeldKind::Sum(slot) => (burn_dtype(sum_dtype(&self.model, *slot)), self.model.slots[*slot].dims.clone()),
+            HeldKind::Statistic { dtype, dims, .. } => (*dtype, dims.clone()),
         }
     }
 
     fn len_bytes(&self) -> usize {
-        self.model.slots[self.slot].len_elems() * self.dtype().size_bytes()
+        let (dtype, dims) = self.like();
+        dims.iter().product::<usize>() * dtype.size()
     }
 
-    fn read(&self) -> Result<Sum, String> {
-        let missing = || format!("the gradient of {} is not held any more", self.model.slots[self.slot].path);
-        self.model.held_sum(self.slot)?.ok_or_else(missing)
+    fn read(&self) -> Result<Vec<u8>, String> {
+        match &self.kind {
+            HeldKind::Sum(slot) => {
+                let missing = || format!("the gradient of {} is not held any more", self.model.slots[*slot].path);
+                Ok(self.model.held_sum(*slot)?.ok_or_else(missing)?.bytes().to_vec())
+            }
+            HeldKind::Statistic { value, .. } => Ok(value.iter().flat_map(|value| value.as_bytes().to_vec()).collect()),
+        }
     }
 }
 
-impl Source for HeldSum {
+impl HeldTensor {
+    /// Adds the sum to what this rank holds; or puts the value of a running statistic into `statistics`, of each model,
+    /// and returns true.
+    fn take(self, bytes: &[u8], statistics: &mut [Vec<TensorData>]) -> bool {
+        match self.kind {
+            HeldKind::Sum(slot) => {
+                self.model.add_held_sum(slot, Sum::from_bytes(sum_dtype(&self.model, slot), bytes));
+                false
+            }
+            HeldKind::Statistic { number, dtype, dims, .. } => {
+                statistics[self.nth][number] = TensorData::from_bytes_vec(bytes.to_vec(), dims, dtype);
+                true
+            }
+        }
+    }
+}
+
+impl Source for HeldTensor {
     fn stored(&self) -> Result<StoredTensor> {
-        let slot = &self.model.slots[self.slot];
-        let name = name_of(self.nth, self.holder, &slot.path);
-        let (dtype, dims, len_bytes) = (burn_dtype(self.dtype()), slot.dims.clone(), self.len_bytes());
-        Ok(StoredTensor { name, dtype, dims, len_bytes, id: None })
+        let (dtype, dims) = self.like();
+        Ok(StoredTensor { name: self.name(), dtype, dims, len_bytes: self.len_bytes(), id: None })
     }
 
     fn is_on_main(&self) -> bool {
@@ -121,13 +183,17 @@ impl Source for HeldSum {
         if self.rank == self.holder { self.len_bytes() } else { 0 }
     }
 
+    fn whole_len_bytes(&self) -> usize {
+        self.len_bytes()
+    }
+
     fn own(&self) -> Result<TensorData> {
         let bytes = match self.rank == self.holder {
-            true => self.read().map_err(Error::invalid)?.bytes().to_vec(),
+            true => self.read().map_err(Error::invalid)?,
             false => Vec::new(),
         };
         let len = bytes.len();
-        Ok(TensorData::from_bytes_vec(bytes, [len], burn::tensor::DType::U8))
+        Ok(TensorData::from_bytes_vec(bytes, [len], BurnDType::U8))
     }
 
     fn gather(&self, group: &ProcessGroup, own: &[u8]) -> Result<Bytes> {
@@ -144,7 +210,7 @@ impl Source for HeldSum {
     fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure> {
         match whole {
             Some(whole) => write(&whole),
-            None => write(self.read()?.bytes()),
+            None => write(&self.read()?),
         }
     }
 }
@@ -169,6 +235,9 @@ fn parts_of(name: &str) -> Option<(usize, usize, &str)> {
 /// Checks that these wrapped models can go on with the micro-batches of a checkpoint.
 pub(super) fn check(models: &[Arc<WrappedModel>], batches: &[Vec<HeldBatches>]) -> Result<()> {
     let held = batches.iter().flatten().map(|held| held.count).max().unwrap_or_default();
+    if held == 0 && models.len() != batches.len() {
+        return Ok(()); // Only running statistics, which a model with other parts does not need.
+    }
     let what = format!("the checkpoint holds the gradients of {held} micro-batch(es) whose reduction was to come");
     if models.is_empty() {
         return Err(Error::invalid(format!(
@@ -181,7 +250,8 @@ pub(super) fn check(models: &[Arc<WrappedModel>], batches: &[Vec<HeldBatches>]) 
         return Err(Error::invalid(format!("{what}, of {was} wrapped model(s), and this one has {is}")));
     }
     for (model, held) in models.iter().zip(batches) {
-        if let Some(other) = held.iter().map(|held| held.reduction).find(|other| *other != model.reduction()) {
+        let of_sums = held.iter().filter(|held| held.count > 0).map(|held| held.reduction);
+        if let Some(other) = of_sums.into_iter().find(|other| *other != model.reduction()) {
             let is = model.reduction();
             return Err(Error::invalid(format!("{what} by `{other:?}`, and the model was wrapped with `{is:?}`")));
         }
@@ -189,12 +259,13 @@ pub(super) fn check(models: &[Arc<WrappedModel>], batches: &[Vec<HeldBatches>]) 
     Ok(())
 }
 
-/// Gives each rank its micro-batches and sums from rank 0's `file`. In a world of another size, rank r gets those of
-/// all ranks of the checkpoint whose number modulo the size is r. *Collective*.
+/// Gives each rank its micro-batches, sums and running statistics from rank 0's `file`. In a world of another size,
+/// rank r gets the micro-batches and sums of all ranks of the checkpoint whose number modulo the size is r, and keeps
+/// the statistics that the ranks of the checkpoint agreed on. *Collective*.
 ///
 /// # Errors
 ///
-/// On every rank: [`Error::File`] if rank 0 cannot read; [`Error::Invalid`] if a sum belongs to no parameter.
+/// On every rank: [`Error::File`] if rank 0 cannot read; [`Error::Invalid`] if a tensor belongs to no parameter.
 #[track_caller]
 pub(super) fn load(
     group: &ProcessGroup,
@@ -206,46 +277,89 @@ pub(super) fn load(
         Some(file) => Ok(tensors(&file.header)?.into_iter().map(|(stored, _)| stored.name).collect()),
         None => Ok(Vec::new()),
     })?;
-    let sums = names.iter().map(|name| find(models, name)).collect::<Result<Vec<_>>>();
-    let sums = agreement::on_outcome(group, "load gradients of micro-batches", sums)?;
+    let slots: Vec<HashMap<&str, usize>> = models.iter().map(|model| slots_by_path(model)).collect();
+    let statistics = models.iter().map(|model| model.read_statistics()).collect::<Result<Vec<_>>>();
+    let mut statistics = agreement::on_outcome(group, "read its running statistics", statistics)?;
+    let tensors = names.iter().map(|name| find(models, &slots, &statistics, name)).collect::<Result<Vec<_>>>();
+    let tensors = agreement::on_outcome(group, "load gradients of micro-batches", tensors)?;
     let (rank, world) = (group.rank(), group.world_size());
     for (model, held) in models.iter().zip(batches) {
-        model.restore_held(of_rank(held, rank, world));
+        match of_rank(held, rank, world) {
+            HeldBatches { count: 0, .. } => model.discard_for_load(),
+            held => model.restore_held(held),
+        }
     }
-    for (name, sum) in names.iter().zip(sums) {
-        let mut bytes = Vec::new();
+    let mut loads_statistics = vec![false; models.len()];
+    let is_loaded = |tensor: &HeldTensor| match tensor.kind {
+        HeldKind::Sum(_) => true,
+        HeldKind::Statistic { .. } => batches[tensor.nth].len() == world,
+    };
+    let mut tensors = names.iter().zip(tensors).filter(|(_, tensor)| is_loaded(tensor)).peekable();
+    while tensors.peek().is_some() {
+        let (mut run, mut len) = (Vec::new(), 0);
+        while let Some(next) =
+            tensors.next_if(|(_, next)| len == 0 || len + next.len_bytes() <= burnpack_writer::GATHERED_BYTES)
+        {
+            len += next.1.len_bytes();
+            run.push(next);
+        }
+        let mut read = vec![Vec::new(); run.len()];
         main_first::on_main(group, || {
             let Some(file) = &mut file else { return Ok(()) };
-            bytes = file.tensor(name)?.into_bytes().to_vec();
-            match bytes.len() == sum.len_bytes() {
-                true => Ok(()),
-                false => {
-                    let (has, expected) = (bytes.len(), sum.len_bytes());
-                    Err(format!("has {has} bytes for gradient {name}, and {expected} were expected").into())
+            for ((name, tensor), bytes) in run.iter().zip(&mut read) {
+                *bytes = file.tensor(name)?.into_bytes().to_vec();
+                let (has, expected) = (bytes.len(), tensor.len_bytes());
+                if has != expected {
+                    return Err(format!("has {has} bytes for {name}, and {expected} were expected").into());
                 }
             }
+            Ok(())
         })?;
-        let to = sum.holder % world;
-        if rank == 0 && to > 0 {
-            group.send_bytes(DType::U8, &bytes, to)?;
-        } else if rank == to && to > 0 {
-            bytes = vec![0; sum.len_bytes()];
-            group.recv_bytes(DType::U8, &mut bytes, 0)?;
+        for ((_, tensor), mut bytes) in run.into_iter().zip(read) {
+            let to = tensor.holder % world;
+            if rank == 0 && to > 0 {
+                group.send_bytes(DType::U8, &bytes, to)?;
+            } else if rank == to && to > 0 {
+                bytes = vec![0; tensor.len_bytes()];
+                group.recv_bytes(DType::U8, &mut bytes, 0)?;
+            }
+            if rank == to {
+                let nth = tensor.nth;
+                loads_statistics[nth] |= tensor.take(&bytes, &mut statistics);
+            }
         }
-        if rank == to {
-            sum.model.add_held_sum(sum.slot, Sum::from_bytes(sum.dtype(), &bytes));
-        }
+    }
+    for ((model, values), _) in models.iter().zip(statistics).zip(loads_statistics).filter(|(_, loads)| *loads) {
+        model.load_statistics(values);
     }
     Ok(())
 }
 
-/// The sum whose values the tensor `name` of the file holds.
-fn find(models: &[Arc<WrappedModel>], name: &str) -> Result<HeldSum> {
-    let unknown = || Error::invalid(format!("{name} is no gradient of a parameter of the wrapped model"));
+fn slots_by_path(model: &WrappedModel) -> HashMap<&str, usize> {
+    model.slots.iter().enumerate().map(|(slot, of)| (of.path.as_str(), slot)).collect()
+}
+
+/// The tensor that is called `name` in a file.
+fn find(
+    models: &[Arc<WrappedModel>],
+    slots: &[HashMap<&str, usize>],
+    statistics: &[Vec<TensorData>],
+    name: &str,
+) -> Result<HeldTensor> {
+    let unknown =
+        || Error::invalid(format!("{name} is of no parameter or shared running statistic of the wrapped model"));
     let (nth, holder, path) = parts_of(name).ok_or_else(unknown)?;
     let model = models.get(nth).ok_or_else(unknown)?.clone();
-    let slot = model.slots.iter().position(|slot| slot.path == path).ok_or_else(unknown)?;
-    Ok(HeldSum { model, nth, slot, holder, rank: 0 })
+    let kind = match slots[nth].get(path) {
+        Some(slot) => HeldKind::Sum(*slot),
+        None => {
+            let number = model.paths_of_statistics().iter().position(|of| of == path).ok_or_else(unknown)?;
+            let value = statistics[nth].get(number).ok_or_else(unknown)?;
+            let (dtype, dims) = (value.dtype(), value.shape().to_vec());
+            HeldKind::Statistic { number, path: path.into(), dtype, dims, value: None }
+        }
+    };
+    Ok(HeldTensor { model, nth, holder, rank: 0, kind })
 }
 
 /// The micro-batches of one rank of `world`, from those of the ranks of a checkpoint.

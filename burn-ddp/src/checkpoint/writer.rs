@@ -23,7 +23,7 @@ use crate::model::burnpack_header;
 use crate::model::burnpack_writer::{self, Sink};
 use crate::model::digest::digest;
 use crate::model::param_hash::param_hash;
-use crate::model::sync_buffers::sync_wrapped;
+use crate::model::sync_buffers::agreed_statistics;
 use crate::model::values::values;
 use crate::optimizer::sharded_state::StateInParts;
 use crate::optimizer::state::{self as optimizer_state, Ids};
@@ -195,19 +195,21 @@ impl<'a> CheckpointWriter<'a> {
     /// [local parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's values; the first such save
     /// logs a warning.
     ///
-    /// Running statistics of a wrapped model are synchronised first, as by
+    /// The file holds the running statistics that would be set by
     /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers). Rank 0 writes one parameter after the other; each
     /// [sharded](crate::WrapConfig::with_sharding) one is gathered before. In an
     /// [asynchronous](super::Checkpoints::asynchronous) save rank 0 keeps a copy of all parameters in host memory.
     ///
     /// If the wrapped model holds gradients of micro-batches that were not reduced yet, they are saved in a further
-    /// file: each rank's sums, of 4 bytes per parameter and rank (8 for f64). So a checkpoint may be saved in the
+    /// file: each rank's sums, of 4 bytes per parameter and rank (8 for f64). It also holds each rank's running
+    /// statistics where they differ. So a checkpoint may be saved in the
     /// middle of an accumulation, with the position of the loader. A copy that is not trained (`valid()`, `no_grad`) is
     /// saved without gradients, with a warning if the checkpoint does not also hold the model that is trained.
     /// Gradients in Burn's `GradientsAccumulator` are not saved: save after its step.
     ///
-    /// Costs some [rounds](crate::checkpoint) and those of `sync_buffers`. Values travel only of sharded parameters (an
-    /// all-gather each) and of gradients that are held on ranks other than 0 (each sum once, to rank 0).
+    /// Costs some [rounds](crate::checkpoint), those of `sync_buffers`, and a gather of 8 bytes per running statistic.
+    /// Values travel only of sharded parameters (an all-gather each) and of gradients that are held on ranks other than
+    /// 0 (each sum once, to rank 0).
     ///
     /// # Errors
     ///
@@ -238,12 +240,11 @@ impl<'a> CheckpointWriter<'a> {
         let name = format!("{}model.bpk", self.prefix);
         let ready = self.ready_to_save(&name, model);
         let (mut sink, wrapped) = self.contents.agree(self.group, &name, ready)?;
-        let saved = sync_wrapped(self.group, model)
-            .and_then(|()| agreement::on_outcome(self.group, FILL, values(model)))
-            .and_then(|(schema, values)| {
-                burnpack_writer::write(self.group, values, &[], &mut sink, self.work)?;
-                Ok(schema)
-            });
+        let saved = agreed_statistics(self.group, model).and_then(|_own_statistics| {
+            let (schema, values) = agreement::on_outcome(self.group, FILL, values(model))?;
+            burnpack_writer::write(self.group, values, &[], &mut sink, self.work)?;
+            Ok(schema)
+        });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
         let is_trained = held_gradients::is_trained(model, &schema);
         let saved = |model: &Arc<WrappedModel>| SavedWrapped { file: name.clone(), model: model.clone(), is_trained };
@@ -258,8 +259,8 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Saves the gradients of micro-batches that the ranks hold for the wrapped models in the file `model`.
-    /// *Collective*.
+    /// Saves the gradients of micro-batches that the ranks hold for the wrapped models in the file `model`, and their
+    /// running statistics if they differ. *Collective*.
     fn held_gradients(&mut self, model: String, wrapped: &[Arc<WrappedModel>]) -> Result<()> {
         let Some(held) = held_gradients::of(self.group, wrapped)? else {
             if self.contents.collect {
@@ -270,7 +271,7 @@ impl<'a> CheckpointWriter<'a> {
         let name = held_gradients::file_of(&model);
         let sink = self.contents.open(&name);
         let mut sink = self.contents.agree(self.group, &name, sink)?;
-        burnpack_writer::write(self.group, held.sums, &[], &mut sink, self.work)?;
+        burnpack_writer::write(self.group, held.tensors, &[], &mut sink, self.work)?;
         if self.contents.collect {
             self.contents.manifest.held.insert(model, held.batches);
             self.contents.add(name, sink.into());

@@ -5,7 +5,7 @@ mod collective_node;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Tensor, TensorData};
-use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{ProcessGroup, ReduceOp, TensorType};
 
 pub use adjoint::Adjoint;
 use adjoint::Kind;
@@ -47,7 +47,8 @@ impl Ddp {
 /// **The differentiated function** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of
 /// Σₛ lossₛ with respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, so its step
 /// follows the gradient of the mean of the losses. (Averages weighted by items weigh a rank's whole gradient by that
-/// rank's items, also the parts that came from other ranks' losses. So give all ranks batches of one size.)
+/// rank's items, also the parts that came from other ranks' losses. So give all ranks batches of one size.) The loss of
+/// a rank whose `ddp.backward` weighs 0 is left out; it may pass one of these collectives, and several are an error.
 ///
 /// **Each rank must** call the same collectives in the same order, with tracked inputs on all ranks or on none, and run
 /// the backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks. If a
@@ -172,7 +173,7 @@ impl Differentiable<'_> {
         &self,
         x: Tensor<D>,
         kind: Kind,
-        forward: impl FnOnce(&ProcessGroup, (DType, TensorData)) -> Result<TensorData>,
+        forward: impl FnOnce(&ProcessGroup, (TensorType, TensorData)) -> Result<TensorData>,
     ) -> Result<Tensor<D>> {
         let device = x.device();
         if x.is_tracked() {

@@ -18,7 +18,6 @@ use crate::Result;
 use crate::batch_weight::Batch;
 use crate::gradients::{GradientMemory, HeldBatches, Reducer, ReducerSettings, Slot, Sum, open_store};
 use crate::model::parameter_movement::Movements;
-use crate::model::running_stats::BufferPolicy;
 use crate::telemetry::step_meter::Meter;
 
 /// State of a wrapped model for callers that do not know its backend.
@@ -71,9 +70,6 @@ pub(super) trait ModelState: Any + Send {
     /// Adds to the sum of a slot, whose parameter is `sharded` or not.
     fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum);
 
-    /// Keeps the running statistics for a step that fails.
-    fn keep_statistics(&mut self);
-
     /// Ends the communication thread.
     fn retire(&mut self);
 
@@ -83,8 +79,8 @@ pub(super) trait ModelState: Any + Send {
     /// Movements of the parameters, unless they are compared bit by bit.
     fn movements(&mut self) -> Option<&mut Movements>;
 
-    /// Policy for running statistics, if the model has some that the ranks make equal.
-    fn buffer_policy(&self) -> Option<BufferPolicy>;
+    /// The running statistics, if the model has some.
+    fn statistics(&mut self) -> Option<&mut SyncedStatistics>;
 }
 
 impl dyn ModelState {
@@ -260,10 +256,6 @@ impl<B: GradientMemory> ModelState for State<B> {
         }
     }
 
-    fn keep_statistics(&mut self) {
-        self.statistics.iter_mut().for_each(SyncedStatistics::keep);
-    }
-
     fn retire(&mut self) {
         self.reducer.retire();
     }
@@ -276,8 +268,8 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.movements.as_mut()
     }
 
-    fn buffer_policy(&self) -> Option<BufferPolicy> {
-        self.statistics.as_ref().filter(|statistics| statistics.is_synced()).map(SyncedStatistics::policy)
+    fn statistics(&mut self) -> Option<&mut SyncedStatistics> {
+        self.statistics.as_mut()
     }
 }
 

@@ -31,6 +31,8 @@ struct Open {
     /// An autodiff tensor of the models' backend that the first hook has registered in its `Gradients`, so that a
     /// second backward shows.
     mark: Option<Box<dyn Any>>,
+    /// True once the backward has reached a collective of [`Differentiable`](crate::Differentiable).
+    passed_collective: bool,
     /// Models that the backward reached and the call does not train.
     ignored: Vec<Arc<WrappedModel>>,
     /// The first error of a hook, or of a collective in a forward or backward.
@@ -59,8 +61,9 @@ pub(super) enum Role {
     NoCall,
 }
 
-/// Runs `f`, which runs one backward over `models`, looks at its result with `prepare`, and reduces the gradients
-/// unless the micro-batch only adds up. Returns the result of `prepare` if the averages are there. *Collective*.
+/// Runs `f`, which runs one backward over `models`, looks at its result with `prepare`, which also learns whether the
+/// batch counts, and reduces the gradients unless the micro-batch only adds up. Returns the result of `prepare` if the
+/// averages are there. *Collective*.
 ///
 /// # Errors
 ///
@@ -71,7 +74,7 @@ pub(crate) fn run<R, P>(
     mut models: Vec<Arc<WrappedModel>>,
     call: Call,
     f: impl FnOnce() -> R,
-    prepare: impl FnOnce(&mut R) -> Result<P>,
+    prepare: impl FnOnce(&mut R, bool) -> Result<P>,
 ) -> Result<(R, Option<P>)> {
     // The same order on all ranks.
     models.sort_by_key(|model| model.id);
@@ -85,10 +88,14 @@ pub(crate) fn run<R, P>(
             ..Open::default()
         };
         let mut out = within(open, f)?;
+        let counts = batch.items > 0.0;
+        if !counts {
+            models.iter().for_each(|model| model.forget_batch());
+        }
         for model in &models {
             model.refuse_unreached()?;
         }
-        let prepared = prepare(&mut out)?;
+        let prepared = prepare(&mut out, counts)?;
         Ok((out, steps.reduce()?.then_some(prepared)))
     })();
     outcome.map_err(|error| refused(ddp, error))
@@ -150,9 +157,7 @@ impl<'a> Steps<'a> {
             self.fails_alike = error.job_usable();
             return Err(error);
         }
-        if reduced {
-            self.begun.iter().for_each(|model| model.keep_statistics());
-        }
+        self.begun.iter().for_each(|model| model.keep_statistics(reduced));
         self.ended = true;
         Ok(reduced)
     }
@@ -177,9 +182,14 @@ fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
     }
     let restore = Restore(OPEN.replace(Some(open)));
     let out = catch_unwind(AssertUnwindSafe(f));
-    let Open { ignored, error, .. } = OPEN.take().unwrap_or_default();
+    let Open { ignored, items, error, .. } = OPEN.take().unwrap_or_default();
     drop(restore);
-    ignored.iter().for_each(|model| model.restart_reads());
+    for model in ignored {
+        model.restart_reads();
+        if items == Some(0.0) {
+            model.forget_batch();
+        }
+    }
     match (error, out) {
         (Some(error), _) => Err(error),
         (None, Ok(out)) => Ok(out),
@@ -231,6 +241,39 @@ pub(super) fn is_second_backward<B: Backend>(grads: &mut Gradients, device: &B::
 /// Weight of the backward that runs on this thread, if a call of the door runs it.
 pub(crate) fn weight_of_backward() -> Option<f64> {
     OPEN.with_borrow(|open| open.as_ref().and_then(|open| open.items))
+}
+
+/// The losses from which the gradient at a collective comes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum LossBehind {
+    /// A loss that counts, or a backward outside of the door.
+    Counts,
+    /// Only that of this rank's batch, which has weight 0.
+    OwnOfWeight0,
+    /// In a backward of weight 0, behind another collective, so also that of other ranks.
+    Mixed,
+}
+
+/// The losses from which the gradient at a collective comes, in a backward of this thread. A collective that is
+/// `passed` sends gradients of other ranks' losses to what comes after it.
+pub(crate) fn loss_behind(passed: bool) -> LossBehind {
+    OPEN.with_borrow_mut(|open| {
+        let Some(open) = open.as_mut().filter(|open| open.items == Some(0.0)) else { return LossBehind::Counts };
+        let mixes = open.passed_collective;
+        open.passed_collective |= passed;
+        match mixes {
+            true => LossBehind::Mixed,
+            false => LossBehind::OwnOfWeight0,
+        }
+    })
+}
+
+/// The error of a backward of weight 0 that passes several collectives.
+pub(crate) fn mixed_losses() -> Error {
+    Error::invalid(
+        "the backward weighs 0 and passes several differentiable collectives, so the gradient of this rank's loss \
+        cannot be told from those of other ranks: let every rank leave out the batch with `ddp.skip_batch()?`",
+    )
 }
 
 /// True if the call that is open on this thread has failed: what it computes is of no use.

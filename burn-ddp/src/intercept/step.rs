@@ -218,7 +218,7 @@ impl<B: GradientMemory> State<B> {
         self.end();
         self.forget_averages();
         if let Some(statistics) = &mut self.statistics {
-            statistics.restore();
+            statistics.restore_step();
         }
         self.given_up = (!alike).then_some(self.last_batch);
         self.forget_batches();

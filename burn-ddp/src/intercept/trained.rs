@@ -114,20 +114,30 @@ tuples! {
 pub enum Own<'a> {
     /// Only the code of others has them.
     Unknown,
-    /// As Burn's backward returned them.
-    Gradients(&'a mut Gradients),
+    /// As Burn's backward returned them. Those of local parameters are left out unless the batch `counts`.
+    Gradients {
+        /// The gradients.
+        own: &'a mut Gradients,
+        /// False for a batch of weight 0.
+        counts: bool,
+    },
     /// As the code of others took them out, which goes on with those of local parameters.
     #[cfg(feature = "train")]
-    Params(&'a GradientsParams),
+    Params {
+        /// The gradients.
+        own: &'a mut GradientsParams,
+        /// False for a batch of weight 0.
+        counts: bool,
+    },
 }
 
 impl Own<'_> {
     fn reborrow(&mut self) -> Own<'_> {
         match self {
             Own::Unknown => Own::Unknown,
-            Own::Gradients(gradients) => Own::Gradients(gradients),
+            Own::Gradients { own, counts } => Own::Gradients { own, counts: *counts },
             #[cfg(feature = "train")]
-            Own::Params(params) => Own::Params(params),
+            Own::Params { own, counts } => Own::Params { own, counts: *counts },
         }
     }
 
@@ -135,7 +145,7 @@ impl Own<'_> {
     fn or_by_hand(&self) -> &'static str {
         match self {
             #[cfg(feature = "train")]
-            Own::Params(_) => ", or `TrainStep::step` gave it a gradient by hand",
+            Own::Params { .. } => ", or `TrainStep::step` gave it a gradient by hand",
             _ => "",
         }
     }
@@ -170,7 +180,7 @@ trait Trainable {
     /// True if this rank has a gradient of it that no tap has seen.
     fn is_in(&self, own: &Own<'_>) -> bool;
 
-    /// Moves such a gradient into `gradients`, if there is one.
+    /// Moves such a gradient into `gradients`, if there is one and its batch counts.
     fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams);
 
     /// Puts its average into `gradients`, if there is one.
@@ -190,17 +200,23 @@ impl<const D: usize> Trainable for Leaf<D> {
     fn is_in(&self, own: &Own<'_>) -> bool {
         match own {
             Own::Unknown => false,
-            Own::Gradients(gradients) => self.value.grad(gradients).is_some(),
+            Own::Gradients { own, .. } => self.value.grad(own).is_some(),
             #[cfg(feature = "train")]
-            Own::Params(params) => params.get::<D>(self.id).is_some(),
+            Own::Params { own, .. } => own.get::<D>(self.id).is_some(),
         }
     }
 
     fn move_own(&self, own: &mut Own<'_>, gradients: &mut GradientsParams) {
-        if let Own::Gradients(own) = own
-            && let Some(gradient) = self.value.grad_remove(own)
-        {
-            gradients.register(self.id, gradient);
+        match own {
+            Own::Unknown => {}
+            Own::Gradients { own, counts } => match self.value.grad_remove(own) {
+                Some(gradient) if *counts => gradients.register(self.id, gradient),
+                _ => {}
+            },
+            #[cfg(feature = "train")]
+            Own::Params { counts: true, .. } => {}
+            #[cfg(feature = "train")]
+            Own::Params { own, .. } => drop(own.remove::<D>(self.id)),
         }
     }
 

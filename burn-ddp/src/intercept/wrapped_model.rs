@@ -1,12 +1,12 @@
 //! A wrapped model on one rank: the state that the taps of all its copies share.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use burn::backend::autodiff::NodeId;
 use burn::module::ParamId;
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Device, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
 use super::model_state::ModelState;
@@ -46,8 +46,8 @@ pub(crate) struct WrappedModel {
     pub(super) comparing: AtomicBool,
     /// True if a copy of the model went through `valid().train()`, which gives it running statistics of its own.
     pub(super) retrained: AtomicBool,
-    /// True if the model has a `SyncBatchNorm`, whose passes all ranks make together.
-    synced_norm: AtomicBool,
+    /// Running statistics of each `SyncBatchNorm`, whose passes all ranks make together.
+    synced_norms: RwLock<HashSet<ParamId>>,
 }
 
 /// Part of a slot's state.
@@ -84,6 +84,8 @@ impl SharedSlot {
 #[derive(Default)]
 struct Local {
     entries: Vec<Entry>,
+    /// The paths of the entries.
+    paths: HashSet<String>,
     /// For each parameter and buffer, by the id that it had at `wrap`, true if each rank keeps it for itself.
     by_id: HashMap<ParamId, bool>,
     /// True once a warning said that files hold rank 0's values. Used by rank 0.
@@ -147,7 +149,7 @@ impl WrappedModel {
             ended: AtomicU64::new(0),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
-            synced_norm: AtomicBool::new(false),
+            synced_norms: RwLock::default(),
         }
     }
 
@@ -189,7 +191,8 @@ impl WrappedModel {
 
     /// The model with the parameters and buffers that each rank keeps for itself.
     pub(crate) fn with_local(self, entries: Vec<Entry>, by_id: HashMap<ParamId, bool>) -> Self {
-        WrappedModel { local: Local { entries, by_id, warned: AtomicBool::new(false) }, ..self }
+        let paths = entries.iter().map(|entry| entry.path.clone()).collect();
+        WrappedModel { local: Local { entries, paths, by_id, warned: AtomicBool::new(false) }, ..self }
     }
 
     /// The model with the parameters that its settings divide, and the group in which they are gathered: in the memory
@@ -286,8 +289,12 @@ impl WrappedModel {
     /// of the wrapped model, or in a module that holds it, so the id decides; the path does if the id is unknown, as
     /// after a record with other ids.
     pub(crate) fn is_local(&self, path: &str, id: ParamId) -> bool {
-        let by_path = || self.local.entries.iter().any(|local| local.path == path);
-        self.local.by_id.get(&id).copied().unwrap_or_else(by_path)
+        self.local.by_id.get(&id).copied().unwrap_or_else(|| self.local.paths.contains(path))
+    }
+
+    /// True if a parameter or buffer of the model had this id at `wrap`.
+    pub(crate) fn has_id(&self, id: ParamId) -> bool {
+        self.local.by_id.contains_key(&id)
     }
 
     /// Parameters and buffers that each rank keeps for itself.
@@ -329,7 +336,8 @@ impl WrappedModel {
 
     /// Policy for running statistics, if the model has some that the ranks make equal.
     pub(crate) fn buffer_policy(&self) -> Option<BufferPolicy> {
-        self.lock().buffer_policy()
+        let mut state = self.lock();
+        state.statistics().filter(|statistics| statistics.is_synced()).map(|statistics| statistics.policy())
     }
 
     /// Notes that the model, or a copy of it, went through `valid().train()`.
@@ -337,19 +345,59 @@ impl WrappedModel {
         self.retrained.store(true, Ordering::Release);
     }
 
-    /// Keeps the running statistics as those to go on from after a step that fails.
-    pub(crate) fn keep_statistics(&self) {
-        self.lock().keep_statistics();
+    /// Keeps the running statistics as those to go on from after a batch that does not count and, if a step has ended,
+    /// after a step that fails.
+    pub(crate) fn keep_statistics(&self, step_ended: bool) {
+        if let Some(statistics) = self.lock().statistics() {
+            statistics.keep(step_ended);
+        }
     }
 
-    /// Notes that the model has a `SyncBatchNorm`.
-    pub(crate) fn note_synced_norm(&self) {
-        self.synced_norm.store(true, Ordering::Release);
+    /// Puts running statistics back to what they were before the batch of the call, which has weight 0. Those of a
+    /// `SyncBatchNorm` do not contain it, unless this rank is alone.
+    pub(super) fn forget_batch(&self) {
+        let of_all_ranks = match self.ddp.world_size() {
+            1 => HashSet::new(),
+            _ => self.synced_norms.read().unwrap_or_else(PoisonError::into_inner).clone(),
+        };
+        if let Some(statistics) = self.lock().statistics() {
+            statistics.forget_batch(&of_all_ranks);
+        }
+    }
+
+    /// This rank's running statistics, read from their device, in traversal order; none if the model that is trained
+    /// has others.
+    pub(crate) fn read_statistics(&self) -> Result<Vec<TensorData>> {
+        if self.retrained.load(Ordering::Acquire) {
+            return Ok(Vec::new());
+        }
+        self.lock().statistics().map_or(Ok(Vec::new()), |statistics| statistics.read())
+    }
+
+    /// Paths of the running statistics, in traversal order.
+    pub(crate) fn paths_of_statistics(&self) -> Vec<String> {
+        self.lock().statistics().map_or(Vec::new(), |statistics| statistics.paths().to_vec())
+    }
+
+    /// Sets this rank's running statistics.
+    pub(crate) fn load_statistics(&self, values: Vec<TensorData>) {
+        if let Some(statistics) = self.lock().statistics() {
+            statistics.load(values);
+        }
+    }
+
+    /// Notes the running statistics of a `SyncBatchNorm` of the model.
+    pub(crate) fn note_synced_norm(&self, statistics: &[ParamId]) {
+        let known = self.synced_norms.read().unwrap_or_else(PoisonError::into_inner);
+        if statistics.iter().any(|id| !known.contains(id)) {
+            drop(known);
+            self.synced_norms.write().unwrap_or_else(PoisonError::into_inner).extend(statistics);
+        }
     }
 
     /// True if the model has a `SyncBatchNorm`.
     pub(crate) fn has_synced_norm(&self) -> bool {
-        self.synced_norm.load(Ordering::Acquire)
+        !self.synced_norms.read().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Shape and dtype of a slot.

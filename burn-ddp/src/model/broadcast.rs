@@ -50,7 +50,7 @@ pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     let source = (group.world_size() > 1).then_some((ddp, group, root));
     let site = Location::caller();
     let model = attribute_calls(site, || replace(|| values(model, source, devices, &schema, first_clone, &is_local)))?;
-    find(&model).iter().for_each(|wrapped| wrapped.keep_statistics());
+    find(&model).iter().for_each(|wrapped| wrapped.keep_statistics(true));
     Ok(model)
 }
 

@@ -4,7 +4,7 @@
 //! of its trainable parameters, is a handle to the statistics of the model that trains: a backward reads and writes
 //! them through it, since it has no access to the model.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -18,8 +18,8 @@ use crate::tensor_conversion::{comm_dtype, data_of};
 use crate::{Error, Result, agreement, intercept};
 
 /// Policy for running statistics (BatchNorm's mean and variance). Each reduction applies it to the statistics that its
-/// forward has changed; `save`, `check_replicas`, checkpoints and [`sync_buffers`](crate::Ddp::sync_buffers) apply it
-/// to those that later forwards have changed.
+/// forward has changed, and [`sync_buffers`](crate::Ddp::sync_buffers) to those that later forwards have changed;
+/// `save` and checkpoints write what it would set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferPolicy {
@@ -43,11 +43,11 @@ pub(crate) trait Buffers: Send {
     /// Sets their values, in the same order.
     fn write(&mut self, values: Vec<TensorData>);
 
-    /// Keeps the current values, without reading them from their device.
-    fn keep(&mut self);
+    /// Current values by id, not read from their device.
+    fn values(&self) -> GradientsParams;
 
-    /// Sets the values that were kept last, if there are some.
-    fn restore(&mut self);
+    /// Sets values that [`values`](Self::values) returned, except those of the buffers `except`.
+    fn set(&mut self, values: &GradientsParams, except: &HashSet<ParamId>);
 }
 
 /// For each float parameter and buffer in traversal order, true if it is a buffer: if it refuses to require a gradient.
@@ -96,15 +96,13 @@ pub(crate) fn handle<M: Module + 'static>(model: &M, is_buffer: &[bool]) -> Opti
         return None;
     }
     let model = model.clone().map(&mut Strip { is_buffer: is_buffer.to_vec().into() });
-    Some(Box::new(Handle { model: Some(model), is_buffer: is_buffer.to_vec(), kept: None }))
+    Some(Box::new(Handle { model: Some(model), is_buffer: is_buffer.to_vec() }))
 }
 
 struct Handle<M> {
-    /// `None` only inside of `write` and `restore`.
+    /// `None` only inside of `write` and `set`.
     model: Option<M>,
     is_buffer: Vec<bool>,
-    /// Values of the buffers by id.
-    kept: Option<GradientsParams>,
 }
 
 impl<M: Module> Buffers for Handle<M> {
@@ -122,75 +120,111 @@ impl<M: Module> Buffers for Handle<M> {
         self.model = self.model.take().map(|model| model.map(&mut write));
     }
 
-    fn keep(&mut self) {
-        struct Keep<'a> {
+    fn values(&self) -> GradientsParams {
+        struct Values<'a> {
             is_buffer: &'a [bool],
             next: usize,
-            kept: GradientsParams,
+            values: GradientsParams,
         }
-        impl ModuleVisitor for Keep<'_> {
+        impl ModuleVisitor for Values<'_> {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if self.is_buffer.get(self.next) == Some(&true) {
-                    self.kept.register(param.id, param.base());
+                    self.values.register(param.id, param.base());
                 }
                 self.next += 1;
             }
         }
-        let Some(model) = &self.model else { return };
-        // Moves what this thread's last forward computed into the value.
-        drop(model.valid());
-        let mut keep = Keep { is_buffer: &self.is_buffer, next: 0, kept: GradientsParams::new() };
-        model.visit(&mut keep);
-        self.kept = Some(keep.kept);
+        let mut values = Values { is_buffer: &self.is_buffer, next: 0, values: GradientsParams::new() };
+        if let Some(model) = &self.model {
+            // Moves what this thread's last forward computed into the value.
+            drop(model.valid());
+            model.visit(&mut values);
+        }
+        values.values
     }
 
-    fn restore(&mut self) {
-        struct Restore<'a>(&'a GradientsParams);
-        impl ModuleMapper for Restore<'_> {
+    fn set(&mut self, values: &GradientsParams, except: &HashSet<ParamId>) {
+        struct Set<'a> {
+            values: &'a GradientsParams,
+            except: &'a HashSet<ParamId>,
+        }
+        impl ModuleMapper for Set<'_> {
             fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-                match self.0.get::<D>(param.id) {
-                    Some(kept) => param.map(|_| kept),
+                match self.values.get::<D>(param.id).filter(|_| !self.except.contains(&param.id)) {
+                    Some(value) => param.map(|_| value),
                     None => param,
                 }
             }
         }
-        let Some(kept) = &self.kept else { return };
-        // A forward that has failed may have left an update behind.
+        // A forward may have left an update behind.
         self.model.iter().for_each(|model| drop(model.valid()));
-        self.model = self.model.take().map(|model| model.map(&mut Restore(kept)));
+        self.model = self.model.take().map(|model| model.map(&mut Set { values, except }));
     }
 }
 
-/// Synchronises the running statistics of `model`, except those whose path and id are `is_local`. If any differs
-/// between ranks, all become rank 0's, or the mean in which each rank counts the same. *Collective*.
+/// This rank's own running statistics of a model, while the model has those that the ranks agreed on. They are put back
+/// when this value is dropped.
+#[must_use]
+pub(crate) struct OwnStatistics<M: Module> {
+    handle: Handle<M>,
+    /// `None` if they stay replaced.
+    values: Option<GradientsParams>,
+}
+
+impl<M: Module> OwnStatistics<M> {
+    /// Leaves the values that the ranks agreed on in the model.
+    pub(crate) fn replace(mut self) {
+        self.values = None;
+    }
+}
+
+impl<M: Module> Drop for OwnStatistics<M> {
+    fn drop(&mut self) {
+        if let Some(values) = self.values.take() {
+            intercept::bypass(|| self.handle.set(&values, &HashSet::new()));
+        }
+    }
+}
+
+/// Makes the running statistics of `model` equal on all ranks, except those whose path and id are `is_excluded`: if any
+/// differs between ranks, all become rank 0's, or the mean over the ranks. In the mean each rank counts by the `items`
+/// of the micro-batches that it holds, as in their reduction; alike if no rank holds any. Returns this rank's own
+/// values if they were replaced. *Collective*.
 #[track_caller]
 pub(crate) fn sync<M: Module>(
     group: &ProcessGroup,
     model: &M,
     policy: BufferPolicy,
-    is_local: impl Fn(&str, ParamId) -> bool,
-) -> Result<()> {
-    let is_buffer = shared(model, which(model), is_local)?;
+    items: f64,
+    is_excluded: impl Fn(&str, ParamId) -> bool,
+) -> Result<Option<OwnStatistics<M>>> {
+    let is_buffer = shared(model, which(model), is_excluded)?;
     if policy == BufferPolicy::Local || group.world_size() == 1 || !is_buffer.contains(&true) {
-        return Ok(());
+        return Ok(None);
     }
     // The clone shares the statistics.
-    let mut handle = Handle { model: Some(model.clone()), is_buffer, kept: None };
+    let mut handle = Handle { model: Some(model.clone()), is_buffer };
     let values = agreement::on_outcome(group, "sync its running statistics", intercept::bypass(|| handle.read()))?;
     let digests: Vec<i64> = values.iter().map(|value| digest(value.as_bytes())).collect();
-    let all = group.all_gather_object(&digests)?;
-    if all.iter().all(|of_rank| *of_rank == digests) {
-        return Ok(());
+    let own = (digests, items);
+    let all = group.all_gather_object(&own)?;
+    if all.iter().all(|(of_rank, _)| *of_rank == own.0) {
+        return Ok(None);
     }
+    let weight = if all.iter().any(|(_, items)| *items > 0.0) { items } else { 1.0 };
     let mut packed = pack(&values);
     for (dtype, buffer) in &mut packed {
         match policy {
             BufferPolicy::Broadcast => group.broadcast_bytes(*dtype, buffer.bytes_mut(), 0)?,
-            _ => group.all_reduce_weighted_bytes(*dtype, buffer.bytes_mut(), 1.0, 0)?,
+            _ => group.all_reduce_weighted_bytes(*dtype, buffer.bytes_mut(), weight, 0)?,
         }
     }
-    intercept::bypass(|| handle.write(unpack(&values, &packed)));
-    Ok(())
+    let own = intercept::bypass(|| {
+        let own = handle.values();
+        handle.write(unpack(&values, &packed));
+        own
+    });
+    Ok(Some(OwnStatistics { handle, values: Some(own) }))
 }
 
 /// For each float parameter and buffer of `model`, true if it `is_buffer`, and its path and id are not `is_local`.

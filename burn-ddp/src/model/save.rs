@@ -10,7 +10,7 @@ use burn::module::Module;
 use super::burnpack_writer::{self, Sink};
 use super::safetensors;
 use super::schema::{Schema, Snapshot};
-use super::sync_buffers::sync_wrapped;
+use super::sync_buffers::agreed_statistics;
 use super::values::{Value, values};
 use crate::checkpoint::{leftover, scheme};
 use crate::ddp::Ddp;
@@ -27,9 +27,9 @@ impl Ddp {
     /// longer than the deadline of a collective: the other ranks wait as long as rank 0 is alive. It reads one
     /// parameter after the other; each [sharded](crate::WrapConfig::with_sharding) one is gathered before.
     ///
-    /// Running statistics are synchronised first, as by [`sync_buffers`](Self::sync_buffers). Of [local
-    /// parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's values; the first such save logs a
-    /// warning.
+    /// The file holds the running statistics that [`sync_buffers`](Self::sync_buffers) would set; the model keeps its
+    /// own. Of [local parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's values; the first
+    /// such save logs a warning.
     ///
     /// Costs some rounds of small messages, a gather of 8 bytes per parameter to compare the replicas, and an
     /// all-gather of each sharded parameter; other values do not travel.
@@ -135,7 +135,7 @@ impl Ddp {
         write: impl FnOnce(Schema, Vec<Value>) -> Result<()>,
     ) -> Result<()> {
         let _saving = self.state().meter.saving();
-        sync_wrapped(self.group(), model)?;
+        let own_statistics = agreed_statistics(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
         let outcome = refuse_url(path).and_then(|()| values(model));
         let (schema, values) = agreement::on_outcome(self.group(), "save its model", outcome)?;
@@ -149,6 +149,7 @@ impl Ddp {
             Ok(())
         })?;
         write(schema, values)?;
+        drop(own_statistics);
         self.check_replicas(model)
     }
 }

@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn_ddp_comm::ProcessGroup;
 
-use super::running_stats::{self, BufferPolicy};
+use super::running_stats::{self, BufferPolicy, OwnStatistics};
 use crate::Result;
 use crate::ddp::Ddp;
 use crate::wrap::wrapped_in;
@@ -16,11 +16,11 @@ impl Ddp {
     ///
     /// A reduction synchronises the statistics that its own forward changed. Call this if other forwards have changed
     /// them since (a detached pass of a GAN's generator, batches read to calibrate), and before each rank validates.
-    /// `save`, `check_replicas` and checkpoints call it by themselves.
+    /// `save` and checkpoints write the statistics that this call would set, and leave those of the model alone.
     ///
-    /// By the [policy](BufferPolicy) of the wrapped model all ranks get rank 0's statistics, or the mean in which each
-    /// rank counts the same; with [`Local`](BufferPolicy::Local) nothing changes. A model that is not wrapped gets the
-    /// mean.
+    /// By the [policy](BufferPolicy) of the wrapped model all ranks get rank 0's statistics, or the mean; with
+    /// [`Local`](BufferPolicy::Local) nothing changes. In the mean each rank counts by the items of the micro-batches
+    /// that it holds, and the same if no rank holds any. A model that is not wrapped gets the mean.
     ///
     /// # Errors
     ///
@@ -46,24 +46,28 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
-        match wrapped_in(self.group(), model)?.is_empty() {
-            true => running_stats::sync(self.group(), model, BufferPolicy::Average, |_, _| false),
-            false => sync_wrapped(self.group(), model),
+        let wrapped = wrapped_in(self.group(), model)?;
+        if wrapped.is_empty() {
+            running_stats::sync(self.group(), model, BufferPolicy::Average, 0.0, |_, _| false)?
+                .map(OwnStatistics::replace);
         }
+        agreed_statistics(self.group(), model)?.into_iter().for_each(OwnStatistics::replace);
+        wrapped.iter().for_each(|wrapped| wrapped.keep_statistics(true));
+        Ok(())
     }
 }
 
-/// Synchronises the running statistics of a wrapped `model`, or of a copy, by its policy; does nothing if it is not
-/// wrapped. *Collective*.
+/// Makes the running statistics of the wrapped models in `model`, which may be a copy, equal on all ranks until the
+/// result is dropped. Each wrapped model has its own policy. *Collective*.
 #[track_caller]
-pub(crate) fn sync_wrapped<M: Module>(group: &ProcessGroup, model: &M) -> Result<()> {
-    let wrapped = wrapped_in(group, model)?;
-    match wrapped.first().and_then(|wrapped| Some((wrapped, wrapped.buffer_policy()?))) {
-        Some((wrapped, policy)) => {
-            running_stats::sync(group, model, policy, |path, id| wrapped.is_local(path, id))?;
-            wrapped.keep_statistics();
-            Ok(())
-        }
-        None => Ok(()),
+pub(crate) fn agreed_statistics<M: Module>(group: &ProcessGroup, model: &M) -> Result<Vec<OwnStatistics<M>>> {
+    let (wrapped, mut own) = (wrapped_in(group, model)?, Vec::new());
+    for (nth, this) in wrapped.iter().enumerate() {
+        let Some(policy) = this.buffer_policy() else { continue };
+        let earlier = |id| wrapped[..nth].iter().any(|wrapped| wrapped.has_id(id));
+        let later = |id| !this.has_id(id) && wrapped[nth..].iter().any(|wrapped| wrapped.has_id(id));
+        let is_excluded = |path: &str, id| this.is_local(path, id) || earlier(id) || later(id);
+        own.extend(running_stats::sync(group, model, policy, this.held().0.items, is_excluded)?);
     }
+    Ok(own)
 }

@@ -36,36 +36,41 @@ impl Moments {
         Ok(Moments { count: count as f64, means, variances })
     }
 
-    /// Moments of all ranks' elements together. *Collective*: one all-gather.
+    /// Moments of the elements of all ranks whose batch `counts` together; of no elements if none does. *Collective*:
+    /// one all-gather.
     #[track_caller]
-    pub(super) fn gather(&self, group: &ProcessGroup) -> Result<Moments> {
-        let row: Vec<f64> = [self.count].iter().chain(&self.means).chain(&self.variances).copied().collect();
+    pub(super) fn gather(&self, group: &ProcessGroup, counts: bool) -> Result<Moments> {
+        let head = [self.count, f64::from(u8::from(counts))];
+        let row: Vec<f64> = head.iter().chain(&self.means).chain(&self.variances).copied().collect();
         let rows = group.all_gather(&row)?;
-        let ranks: Vec<Moments> = rows.chunks_exact(row.len()).map(|row| self.like(row)).collect();
-        Moments::merge(&ranks)
+        let rows = rows.chunks_exact(row.len());
+        if rows.clone().all(|row| row[0] == 0.0) {
+            return Err(Error::invalid("batch normalisation in training: no rank has an item"));
+        }
+        let counted: Vec<Moments> = rows.filter(|row| row[1] > 0.0).map(|row| self.like(&row[2..], row[0])).collect();
+        Ok(Moments::merge(&counted, self.means.len()))
     }
 
-    fn like(&self, row: &[f64]) -> Moments {
-        let (means, variances) = row[1..].split_at(self.means.len());
-        Moments { count: row[0], means: means.into(), variances: variances.into() }
+    fn like(&self, row: &[f64], count: f64) -> Moments {
+        let (means, variances) = row.split_at(self.means.len());
+        Moments { count, means: means.into(), variances: variances.into() }
     }
 
     /// Adds to each part's variance the square of its mean's deviation from the common mean (Chan, Golub and LeVeque,
     /// *Updating formulae and a pairwise algorithm for computing sample variances*, 1979), which avoids cancellation.
     /// Parts without elements are ignored.
-    fn merge(parts: &[Moments]) -> Result<Moments> {
+    fn merge(parts: &[Moments], channels: usize) -> Moments {
         let count: f64 = parts.iter().map(|part| part.count).sum();
         if count == 0.0 {
-            return Err(Error::invalid("batch normalisation in training: no rank has an item"));
+            return Moments { count, means: vec![0.0; channels], variances: vec![0.0; channels] };
         }
-        let channels = parts[0].means.len();
         let over_parts = |of: &dyn Fn(&Moments) -> f64| {
             parts.iter().filter(|part| part.count > 0.0).map(|part| part.count * of(part)).sum::<f64>() / count
         };
         let means: Vec<f64> = (0..channels).map(|c| over_parts(&|part| part.means[c])).collect();
         let deviation = |part: &Moments, c: usize| part.variances[c] + (part.means[c] - means[c]).powi(2);
         let variances = (0..channels).map(|c| over_parts(&|part| deviation(part, c))).collect();
-        Ok(Moments { count, means, variances })
+        Moments { count, means, variances }
     }
 }
 
@@ -105,7 +110,7 @@ mod tests {
         let whole = moments(&x);
         for (a, b) in [(0, 10), (1, 1), (3, 7), (10, 10)] {
             let parts = [moments(&x[..a]), moments(&x[a..b]), moments(&x[b..])];
-            let merged = Moments::merge(&parts).unwrap();
+            let merged = Moments::merge(&parts, 1);
             assert_eq!(merged.count, 10.0);
             assert!((merged.means[0] - whole.means[0]).abs() < 1e-15, "{merged:?} {whole:?}");
             assert!((merged.variances[0] - whole.variances[0]).abs() < 1e-14, "{merged:?} {whole:?}");
@@ -114,12 +119,12 @@ mod tests {
 
     #[test]
     fn a_small_variance_beside_a_large_mean_survives() {
-        let merged = Moments::merge(&[moments(&[1e9, 1e9 + 1.0]), moments(&[1e9 + 2.0, 1e9 + 3.0])]).unwrap();
+        let merged = Moments::merge(&[moments(&[1e9, 1e9 + 1.0]), moments(&[1e9 + 2.0, 1e9 + 3.0])], 1);
         assert_eq!(merged.variances, [1.25]);
     }
 
     #[test]
-    fn no_rank_has_an_item() {
-        assert!(Moments::merge(&[moments(&[]), moments(&[])]).unwrap_err().to_string().contains("no rank has an item"));
+    fn nothing_merges_to_nothing() {
+        assert_eq!(Moments::merge(&[moments(&[]), moments(&[])], 1).count, 0.0);
     }
 }

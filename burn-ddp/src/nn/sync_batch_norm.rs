@@ -2,13 +2,13 @@
 
 use burn::backend::Dispatch;
 use burn::module::{
-    Content, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+    Content, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor, Param, ParamId,
 };
 use burn::nn::BatchNorm;
 use burn::tensor::{Device, Tensor};
 
 use super::moments::{Moments, per_channel, wide};
-use super::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
+use super::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch, weight_of_batch};
 use crate::Result;
 use crate::agreement::tell_peers;
 use crate::intercept::{Tap, WrappedModel};
@@ -29,7 +29,10 @@ use crate::intercept::{Tap, WrappedModel};
 ///
 /// Each rank counts by its number of items, also in the average of gradients: with the weights of
 /// [`Ddp::weighted`](crate::Ddp::weighted) or of the loader, as [`Ddp::backward`](crate::Ddp::backward) uses them,
-/// gradients are those of the mean over all items, whatever the split.
+/// gradients are those of the mean over all items, whatever the split. A batch that weighs 0 is left out, even if it
+/// holds NaN. The layer must know so in its forward: the loader says it, or a
+/// [`scope`](crate::data#weights) around forward and backward, `ddp.weighted(0.0).scope(&model, || ..)`; a weight 0
+/// that only the backward gets is an error.
 ///
 /// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one),
 /// and have the same bits on all ranks. If all layers with statistics are of this kind,
@@ -73,8 +76,8 @@ impl From<SyncBatchNorm> for BatchNorm {
 impl SyncBatchNorm {
     /// Normalises `[items, channels, …]`, and keeps the shape. *Collective* in training.
     ///
-    /// With `c` channels it costs one step, in which a rank sends `16 c + 8` bytes to each other rank, and its backward
-    /// one step with `16 c` bytes (two, if the sums of all ranks together exceed 64 KiB). No communication in
+    /// With `c` channels it costs one step, in which a rank sends `16 c + 16` bytes to each other rank, and its
+    /// backward one step with `16 c` bytes (two, if the sums of all ranks together exceed 64 KiB). No communication in
     /// evaluation.
     ///
     /// # Panics
@@ -104,15 +107,23 @@ impl SyncBatchNorm {
         burn::tensor::assert_shape!(input, [_, channels, ..]);
         let device = input.device();
         let group = tapped.ddp.state().graph_group()?;
-        let moments = Moments::of(input.clone().inner())?.gather(&group)?;
+        let counts = weight_of_batch(&tapped.ddp) > 0.0;
+        let own = Moments::of(input.clone().inner())?;
+        let all = own.gather(&group, counts)?;
+        let absent = all.count == 0.0;
+        let counts = (own.count > 0.0).then_some(counts);
+        let moments = if absent { own } else { all };
         let dtype = wide(input.dtype());
         let tensor = |values: &[f64]| per_channel(values, dtype, &device);
         let (mean, variance) = (tensor(&moments.means), tensor(&moments.variances));
-        self.update(&mean, &variance);
+        if !absent {
+            self.update(&mean, &variance);
+        }
         let batch = SyncedBatch {
             ddp: tapped.ddp.clone(),
             group,
             count: moments.count,
+            counts,
             weighs_items: tapped.weighs_items(),
             epsilon: self.norm.epsilon,
         };
@@ -159,7 +170,10 @@ impl Module for SyncBatchNorm {
         let norm = self.norm.map(mapper);
         // `wrap` attaches taps by mapping.
         if let Some(tapped) = norm.gamma.reparameterization::<Tap>().map(Tap::model) {
-            tapped.note_synced_norm();
+            let mut ids = Ids(Vec::new());
+            norm.running_mean.visit(&mut ids);
+            norm.running_var.visit(&mut ids);
+            tapped.note_synced_norm(&ids.0);
         }
         norm.into()
     }
@@ -174,6 +188,14 @@ impl Module for SyncBatchNorm {
 
     fn materialize(self) -> Self {
         self.norm.materialize().into()
+    }
+}
+
+struct Ids(Vec<ParamId>);
+
+impl ModuleVisitor for Ids {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.id);
     }
 }
 

@@ -13,11 +13,11 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use super::moments::{values, wide};
-use crate::Result;
 use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
-use crate::intercept;
+use crate::intercept::{self, LossBehind};
+use crate::{Error, Result};
 
 /// The batch of all ranks, by which a [`SyncBatchNorm`](super::SyncBatchNorm) normalises. Opaque: made by that layer,
 /// passed through [`SyncBatchNormBackend`].
@@ -26,8 +26,10 @@ pub struct SyncedBatch {
     /// A handle that does not keep the rank in the job, since Burn may keep the node for long.
     pub(super) ddp: Ddp,
     pub(super) group: Arc<ProcessGroup>,
-    /// Elements of each channel, over all ranks.
+    /// Elements of each channel, over all ranks whose batch counts.
     pub(super) count: f64,
+    /// True if this rank's items count; `None` without items.
+    pub(super) counts: Option<bool>,
     /// True if the average of gradients counts each rank by its items.
     pub(super) weighs_items: bool,
     pub(super) epsilon: f64,
@@ -162,11 +164,25 @@ impl SyncedBatch {
     fn means<B: Backend>(&self, sums: [FloatTensor<B>; 2]) -> Result<[FloatTensor<B>; 2]> {
         let device = sums[0].device();
         let dtype = sums[0].dtype();
-        let items = || intercept::weight_of_backward().unwrap_or_else(|| self.ddp.state().batch_weight.items());
-        let weight = if self.weighs_items { items() } else { 1.0 };
+        let weight = match weight_of_batch(&self.ddp) {
+            items if self.weighs_items || items == 0.0 => items,
+            _ => 1.0,
+        };
+        if let Some(counts) = self.counts.filter(|counts| *counts != (weight > 0.0)) {
+            let forward = if counts { "counted" } else { "left out" };
+            return Err(Error::invalid(format!(
+                "the backward weighs {weight}, but the forward through `SyncBatchNorm`, which did not know that, \
+                {forward} its batch: let forward and backward run in `ddp.weighted({weight}).scope(&model, || ..)`"
+            )));
+        }
+        if intercept::loss_behind(false) == LossBehind::Mixed {
+            return Err(intercept::mixed_losses());
+        }
         let mut all = Vec::new();
         for sum in sums {
-            all.extend(values(read::<B>(sum)?)?.into_iter().map(|sum| sum * weight));
+            // The batch of weight 0 may hold NaN.
+            let weighted = |sum| if weight > 0.0 { sum * weight } else { 0.0 };
+            all.extend(values(read::<B>(sum)?)?.into_iter().map(weighted));
         }
         self.group.all_reduce(&mut all, ReduceOp::Sum)?;
         // The average ignores the gradients of a rank of weight 0.
@@ -179,6 +195,11 @@ impl SyncedBatch {
         let (first, second) = all.split_at(all.len() / 2);
         Ok([tensor(first), tensor(second)])
     }
+}
+
+/// Weight of this rank's batch: that of the call that runs, or of the loader's last batch.
+pub(super) fn weight_of_batch(ddp: &Ddp) -> f64 {
+    intercept::weight_of_backward().unwrap_or_else(|| ddp.state().batch_weight.items())
 }
 
 /// Layout of `[items, channels, …]`.

@@ -6,7 +6,6 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Tensor, TensorData};
-use burn_ddp_comm::ReduceOp;
 
 use crate::ddp::Ddp;
 use crate::model::schema::{Schema, digest, unreadable};
@@ -19,7 +18,8 @@ const BUCKET_BYTES: usize = 1 << 20;
 /// Averages the gradients of all ranks before each step of the optimizer in it, like Horovod's `DistributedOptimizer`.
 ///
 /// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their
-/// items and compares replicas; this reduces after backward, counts each rank alike and compares nothing. Start from
+/// items and compares replicas; this reduces after backward, counts each rank alike, except one whose batches from a
+/// [loader](Ddp::loader) all weigh 0 since its last step, and compares nothing. Start from
 /// equal parameters ([`broadcast_parameters`](crate::Collectives::broadcast_parameters)). To accumulate, collect with
 /// Burn's `GradientsAccumulator` and step once.
 ///
@@ -171,34 +171,36 @@ impl DistributedOptimizer {
     #[track_caller]
     fn average<M: Module>(&self, model: &M, grads: &mut GradientsParams) -> Result<HashMap<ParamId, TensorData>> {
         let group = self.ddp.group();
-        self.ddp.state().batch_weight.note_averages();
         let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();
-        let all = group.all_gather_object(&(digest(&schema.entries), present))?;
-        if all.iter().any(|(digest, _)| *digest != all[0].0) {
+        let counts = self.ddp.state().batch_weight.note_optimizer_step();
+        let all = group.all_gather_object(&(digest(&schema.entries), present, counts))?;
+        // Ranks that all do not count count alike.
+        let counts = counts || all.iter().all(|(_, _, counts)| !counts);
+        if all.iter().any(|(digest, ..)| *digest != all[0].0) {
             agreement::on_model(group, &schema.entries)?;
         }
         let mut gradients = Vec::new();
-        for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present)| present[*i])) {
+        for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present, _)| present[*i])) {
             let (dims, dtype) = (&schema.entries[i].dims, schema.dtypes[i]);
             gradients.push((schema.ids[i], mine.unwrap_or_else(|| zeros(dims, dtype))));
         }
         let mut rest = gradients.as_mut_slice();
         while !rest.is_empty() {
             let (bucket, after) = rest.split_at_mut(bucket_len(rest));
-            self.reduce(bucket)?;
+            self.reduce(bucket, counts)?;
             rest = after;
         }
         Ok(gradients.into_iter().collect())
     }
 
-    /// Replaces gradients of one dtype by their means over the ranks.
+    /// Replaces gradients of one dtype by their means over the ranks whose gradients count.
     #[track_caller]
-    fn reduce(&self, bucket: &mut [(ParamId, TensorData)]) -> Result<()> {
+    fn reduce(&self, bucket: &mut [(ParamId, TensorData)], counts: bool) -> Result<()> {
         let Some(dtype) = bucket.first().and_then(|(_, data)| comm_dtype(data.dtype())) else { return Ok(()) };
         let mut bytes = Vec::new();
         bucket.iter().for_each(|(_, data)| bytes.extend_from_slice(data.as_bytes()));
-        self.ddp.group().all_reduce_bytes(dtype, &mut bytes, ReduceOp::Mean, 0)?;
+        self.ddp.group().all_reduce_weighted_bytes(dtype, &mut bytes, f64::from(u8::from(counts)), 0)?;
         let mut rest = bytes.as_slice();
         for (_, data) in bucket {
             let (own, after) = rest.split_at(data.as_bytes().len());

@@ -17,7 +17,7 @@ use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
 use crate::intercept::{self, Call, Models, Own, without_mappers};
-use crate::model::running_stats;
+use crate::model::running_stats::{self, OwnStatistics};
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig, agreement};
 
@@ -253,7 +253,9 @@ impl<M: LearnerModel> Run<'_, M> {
             };
             let progress = batches.progress();
             let completes = micro_batches.completes(progress.is_completed());
-            let output = self.step(batch, self.weight(iteration, &micro_batches), !completes);
+            let weight = self.weight(iteration, &micro_batches);
+            let counts = weight.unwrap_or_else(|| self.ddp.state().batch_weight.items()) > 0.0;
+            let output = self.step(batch, weight, !completes);
             let TrainOutput { grads, item } = match output {
                 Ok(output) => output,
                 Err(error) => {
@@ -269,8 +271,11 @@ impl<M: LearnerModel> Run<'_, M> {
                 self.taps.wrapped.shards().inspect(|shards| shards.forget_values());
             }
             iteration += 1;
-            let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
-            self.report_train(LearnerEvent::ProcessedItem(item));
+            // Metrics leave out a batch of weight 0, such as the item that a rank without items repeats.
+            if counts {
+                let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
+                self.report_train(LearnerEvent::ProcessedItem(item));
+            }
             if completes && attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter)) {
                 return true;
             }
@@ -295,7 +300,9 @@ impl<M: LearnerModel> Run<'_, M> {
         let model = self.taps.attach(self.learner.model());
         let models = Models(vec![self.taps.wrapped.clone()]);
         let call = Call { items, holds, counts_backwards: true };
-        let prepare = |output: &mut Output<M>| intercept::prepare(&model, &models, Own::Params(&output.grads));
+        let prepare = |TrainOutput { grads: own, .. }: &mut Output<M>, counts| {
+            intercept::prepare(&model, &models, Own::Params { own, counts })
+        };
         let step = || TrainStep::step(&model, batch);
         let (mut output, prepared) = intercept::run(self.ddp, models.0.clone(), call, step, prepare)?;
         if let Some(prepared) = prepared {
@@ -307,13 +314,12 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
         let model = self.learner.model();
-        let wrapped = &self.taps.wrapped;
-        if let Some(policy) = wrapped.buffer_policy()
-            && let Err(error) = attribute_calls(self.site, || {
-                running_stats::sync(self.ddp.group(), &model, policy, |path, id| wrapped.is_local(path, id))
-            })
-        {
-            return fail(self.ddp, &self.interrupter, error);
+        match attribute_calls(self.site, || self.agree_on_statistics(&model)) {
+            Ok(own) => {
+                own.into_iter().for_each(OwnStatistics::replace);
+                self.taps.wrapped.keep_statistics(true);
+            }
+            Err(error) => return fail(self.ddp, &self.interrupter, error),
         }
         if self.is_in_parts() {
             return self.validate_in_step(loader);
@@ -337,6 +343,13 @@ impl<M: LearnerModel> Run<'_, M> {
                 break;
             }
         }
+    }
+
+    fn agree_on_statistics(&self, model: &M) -> Result<Option<OwnStatistics<M>>> {
+        let wrapped = &self.taps.wrapped;
+        let Some(policy) = wrapped.buffer_policy() else { return Ok(None) };
+        let is_local = |path: &str, id| wrapped.is_local(path, id);
+        running_stats::sync(self.ddp.group(), model, policy, wrapped.held().0.items, is_local)
     }
 
     /// Validates a model with sharded parameters, which all ranks must read together. A rank with fewer batches than

@@ -44,6 +44,8 @@ pub(crate) struct AgreedModel {
     slot_of: VecDeque<Option<treatment::Place>>,
     /// For each float parameter and buffer, true if it is a running statistic that the ranks average or broadcast.
     is_shared_buffer: Vec<bool>,
+    /// Paths of the shared buffers.
+    shared_buffers: Vec<String>,
     /// Parameters and buffers left to each rank.
     local: Vec<Entry>,
     /// For each parameter and buffer, true if it is left to each rank.
@@ -113,7 +115,10 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     ddp.state().note_model_device(&device);
     seed::separate_ranks(ddp, &device)?;
     let is_shared_buffer = schema.floats(&is_local).zip(is_buffer).map(|(is_local, is_buffer)| is_buffer && !is_local);
-    let is_shared_buffer = is_shared_buffer.collect();
+    let is_shared_buffer: Vec<bool> = is_shared_buffer.collect();
+    let paths = schema.paths();
+    let shared_buffers = schema.floats(&paths).zip(&is_shared_buffer).filter(|(_, is_shared)| **is_shared);
+    let shared_buffers = shared_buffers.map(|(path, _)| path.to_owned()).collect();
     let of_ids = schema.ids.into_iter().zip(is_local.iter().copied()).collect();
     let entries = schema.entries.into_iter().zip(is_local);
     let local = entries.filter_map(|(entry, is_local)| is_local.then_some(entry)).collect();
@@ -128,6 +133,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         divided,
         slot_of,
         is_shared_buffer,
+        shared_buffers,
         local,
         is_local: of_ids,
         config,
@@ -160,6 +166,7 @@ impl AgreedModel {
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
         let AgreedModel { device, group, alone, on_device, caps, slots, divided, slot_of, .. } = self;
         let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
+        let shared_buffers = self.shared_buffers;
         let (config, memory, site) = (self.config, ddp.state().meter.holds(self.memory), self.site);
         let settings = ReducerSettings {
             reduction: config.reduction,
@@ -175,8 +182,8 @@ impl AgreedModel {
         };
         let policy = if alone { BufferPolicy::Local } else { config.buffers };
         // Also where each rank keeps its own: those of a step that fails are put back.
-        let statistics =
-            running_stats::handle(model, &is_shared_buffer).map(|buffers| SyncedStatistics::new(buffers, policy));
+        let statistics = running_stats::handle(model, &is_shared_buffer)
+            .map(|buffers| SyncedStatistics::new(buffers, shared_buffers, policy));
         let shards = match divided.contains(&true) {
             true => {
                 let mut group = ddp.state().new_group()?;
