@@ -42,6 +42,16 @@ struct Use {
     threads: usize,
 }
 
+impl Use {
+    /// What is used now, and was used for so many steps since `before`.
+    fn since(before: Duration, steps: usize) -> Self {
+        let entries = |directory: &str| std::fs::read_dir(directory).map_or(0, Iterator::count);
+        let step = (processor_time() - before) / steps as u32;
+        let [descriptors, threads] = ["/proc/self/fd", "/proc/self/task"].map(entries);
+        Use { step, bytes: LIVE.load(Relaxed), descriptors, threads }
+    }
+}
+
 /// Time of this process on processors, in steps of 10 ms.
 fn processor_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
@@ -52,13 +62,10 @@ fn processor_time() -> Duration {
 
 /// Runs `step` so many times. Returns what the first tenth and the last tenth of the steps used.
 fn tenths(steps: usize, mut step: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<[Use; 2]> {
-    let entries = |directory: &str| std::fs::read_dir(directory).map_or(0, Iterator::count);
     let mut tenth = || {
         let before = processor_time();
         (0..steps / 10).try_for_each(|_| step())?;
-        let step = (processor_time() - before) / (steps / 10) as u32;
-        let [descriptors, threads] = ["/proc/self/fd", "/proc/self/task"].map(entries);
-        anyhow::Ok(Use { step, bytes: LIVE.load(Relaxed), descriptors, threads })
+        anyhow::Ok(Use::since(before, steps / 10))
     };
     let first = tenth()?;
     (1..9).try_for_each(|_| tenth().map(drop))?;
@@ -71,6 +78,10 @@ type Loop = fn(&Ddp, &Device, usize) -> anyhow::Result<[Use; 2]>;
 fn run(name: &str, world: usize, steps: usize, of: Loop) {
     let ranks = Ddp::spawn(world, |ddp| of(&ddp, &ddp.device()?.autodiff(), steps)).unwrap();
     let [first, last] = &ranks[0];
+    compare(name, world, steps, first, last);
+}
+
+fn compare(name: &str, world: usize, steps: usize, first: &Use, last: &Use) {
     println!("{name}, {world} ranks: {first:?} -> {last:?}");
     // Memory of a step is there or not, depending on what Burn has freed; a byte a step would be more.
     assert!(last.bytes < first.bytes + steps / 10, "{name}: {first:?} {last:?}");
@@ -149,4 +160,93 @@ fn a_late_step_costs_what_an_early_one_costs() {
 #[ignore = "minutes"]
 fn a_million_steps() {
     run("plain", 1, 1_000_000, plain);
+}
+
+#[cfg(feature = "train")]
+mod trainer {
+    //! A loop of Burn's trainer.
+
+    use std::sync::Mutex;
+
+    use burn::data::dataloader::batcher::Batcher;
+    use burn::data::dataset::InMemDataset;
+    use burn::nn::loss::CrossEntropyLossConfig;
+    use burn::train::logger::InMemoryMetricLogger;
+    use burn::train::{ClassificationOutput, InferenceStep, Learner, TrainOutput, TrainStep};
+    use burn_ddp::train::SilentRenderer;
+
+    use super::*;
+
+    /// Steps before the end of each tenth, and what it used; the time when it began.
+    static TENTHS: Mutex<(usize, Vec<Use>, Duration)> = Mutex::new((0, Vec::new(), Duration::ZERO));
+
+    const TENTH: usize = 2_000;
+
+    impl Net {
+        fn classified(&self, x: Tensor<2>) -> ClassificationOutput {
+            let classes = Tensor::<1, Int>::zeros([x.dims()[0]], &x.device());
+            let output = self.b.forward(self.a.forward(x));
+            let loss = CrossEntropyLossConfig::new().init(&output.device()).forward(output.clone(), classes.clone());
+            ClassificationOutput::new(loss, output, classes)
+        }
+    }
+
+    impl TrainStep for Net {
+        type Input = Tensor<2>;
+        type Output = ClassificationOutput;
+
+        fn step(&self, x: Tensor<2>) -> TrainOutput<ClassificationOutput> {
+            let mut tenths = TENTHS.lock().unwrap();
+            if tenths.0 % TENTH == 0 {
+                if tenths.0 > 0 {
+                    let of_tenth = Use::since(tenths.2, TENTH);
+                    tenths.1.push(of_tenth);
+                }
+                tenths.2 = processor_time();
+            }
+            tenths.0 += 1;
+            drop(tenths);
+            let output = self.classified(x);
+            TrainOutput::new(self, output.loss.backward(), output)
+        }
+    }
+
+    impl InferenceStep for Net {
+        type Input = Tensor<2>;
+        type Output = ClassificationOutput;
+
+        fn step(&self, x: Tensor<2>) -> ClassificationOutput {
+            self.classified(x)
+        }
+    }
+
+    struct Rows;
+
+    impl Batcher<f32, Tensor<2>> for Rows {
+        fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+            Tensor::<1>::from_floats(items.as_slice(), device).reshape([items.len(), 1]).repeat_dim(1, 2)
+        }
+    }
+
+    #[test]
+    fn a_late_step_of_burns_trainer_costs_what_an_early_one_costs() {
+        Ddp::spawn(1, |ddp| {
+            let items = |len: usize| InMemDataset::new((0..len).map(|item| item as f32 * 1e-5).collect());
+            let train = ddp.loader(Rows).batch_size(1).num_workers(0).build(items(TENTH * 10 + 1))?;
+            let valid = ddp.eval_loader(Rows).build(items(1))?;
+            let training = ddp
+                .training("unused", train, valid)
+                .num_epochs(1)
+                .renderer(Box::new(SilentRenderer))
+                .with_metric_logger(InMemoryMetricLogger::default())
+                .with_application_logger(None);
+            let model = Net::new(&ddp.device()?.autodiff());
+            let result = training.launch(Learner::new(model, SgdConfig::new().init(), 1e-6));
+            assert!(result.error.is_none(), "{:?}", result.error);
+            Ok(())
+        })
+        .unwrap();
+        let tenths = TENTHS.lock().unwrap();
+        compare("Burn's trainer", 1, TENTH * 10, &tenths.1[0], &tenths.1[9]);
+    }
 }

@@ -277,10 +277,10 @@ pub(super) fn load(
         Some(file) => Ok(tensors(&file.header)?.into_iter().map(|(stored, _)| stored.name).collect()),
         None => Ok(Vec::new()),
     })?;
-    let slots: Vec<HashMap<&str, usize>> = models.iter().map(|model| slots_by_path(model)).collect();
+    let places: Vec<_> = models.iter().map(|model| places_by_path(model)).collect();
     let statistics = models.iter().map(|model| model.read_statistics()).collect::<Result<Vec<_>>>();
     let mut statistics = agreement::on_outcome(group, "read its running statistics", statistics)?;
-    let tensors = names.iter().map(|name| find(models, &slots, &statistics, name)).collect::<Result<Vec<_>>>();
+    let tensors = names.iter().map(|name| find(models, &places, &statistics, name)).collect::<Result<Vec<_>>>();
     let tensors = agreement::on_outcome(group, "load gradients of micro-batches", tensors)?;
     let (rank, world) = (group.rank(), group.world_size());
     for (model, held) in models.iter().zip(batches) {
@@ -335,14 +335,17 @@ pub(super) fn load(
     Ok(())
 }
 
-fn slots_by_path(model: &WrappedModel) -> HashMap<&str, usize> {
-    model.slots.iter().enumerate().map(|(slot, of)| (of.path.as_str(), slot)).collect()
+/// Slots of parameters, and numbers of running statistics.
+fn places_by_path(model: &WrappedModel) -> [HashMap<String, usize>; 2] {
+    let slots = model.slots.iter().map(|slot| slot.path.clone()).collect();
+    [slots, model.paths_of_statistics()]
+        .map(|paths: Vec<_>| paths.into_iter().enumerate().map(|(n, path)| (path, n)).collect())
 }
 
 /// The tensor that is called `name` in a file.
 fn find(
     models: &[Arc<WrappedModel>],
-    slots: &[HashMap<&str, usize>],
+    places: &[[HashMap<String, usize>; 2]],
     statistics: &[Vec<TensorData>],
     name: &str,
 ) -> Result<HeldTensor> {
@@ -350,10 +353,11 @@ fn find(
         || Error::invalid(format!("{name} is of no parameter or shared running statistic of the wrapped model"));
     let (nth, holder, path) = parts_of(name).ok_or_else(unknown)?;
     let model = models.get(nth).ok_or_else(unknown)?.clone();
-    let kind = match slots[nth].get(path) {
+    let [slots, numbers] = &places[nth];
+    let kind = match slots.get(path) {
         Some(slot) => HeldKind::Sum(*slot),
         None => {
-            let number = model.paths_of_statistics().iter().position(|of| of == path).ok_or_else(unknown)?;
+            let number = *numbers.get(path).ok_or_else(unknown)?;
             let value = statistics[nth].get(number).ok_or_else(unknown)?;
             let (dtype, dims) = (value.dtype(), value.shape().to_vec());
             HeldKind::Statistic { number, path: path.into(), dtype, dims, value: None }

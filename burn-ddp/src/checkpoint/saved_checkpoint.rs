@@ -165,6 +165,7 @@ impl Checkpoint {
         let file = self.open(&name)?;
         let model = load_model::load(group, model, file, &name)?;
         let model = broadcast::model(&self.ddp, model, 0)?;
+        trained.iter().for_each(|wrapped| wrapped.measure_movements_from(&model));
         match held.filter(|held| held.len() == trained.len()) {
             Some(held) => {
                 let file = self.open(&held_gradients::file_of(&name))?;

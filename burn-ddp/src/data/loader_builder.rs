@@ -245,6 +245,9 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
     }
 }
 
+/// Kind of an evaluation loader, as ranks compare it.
+const EVALUATION: &str = "evaluation";
+
 impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
     /// Compares the settings of all ranks, and returns the number of the loader, the device of its batches and the
     /// order of its items. *Collective*.
@@ -263,7 +266,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         let device = self.device.take().map_or_else(default, Ok);
         let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
         let items = self.describe.take().map_or_else(Items::default, |describe| Items::read(dataset, &describe));
-        let id = self.ddp.state().next_loader_id();
+        let id = self.ddp.state().next_loader_id(kind == EVALUATION);
         let common = [
             ("the kind of loader", kind.to_string()),
             ("the number of the loader", id.to_string()),
@@ -279,7 +282,11 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
             // An error of the sampler is the same on all ranks, too.
             None => match items.changing {
                 Some(changing) => Err(changing.into()),
-                None => Ok((id, device, order?)),
+                None => {
+                    let order = order?;
+                    self.ddp.state().count_loader(kind == EVALUATION);
+                    Ok((id, device, order))
+                }
             },
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
@@ -307,7 +314,7 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
         let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
         let inference = Device::without_autodiff;
-        let (id, device, _) = self.agree("evaluation", "evaluation loader", &*dataset, inference, [])?;
+        let (id, device, _) = self.agree(EVALUATION, "evaluation loader", &*dataset, inference, [])?;
 
         let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
         if batch_size == 0 {

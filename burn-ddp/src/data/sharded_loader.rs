@@ -202,7 +202,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
             return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
         }
         let plan = plan.of_items(end - start)?;
-        let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id());
+        let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id(false));
+        ddp.state().count_loader(false);
         Ok(Self::new(ddp, id, plan, weigh.clone(), order.slice(start, plan.items()), pool.clone()))
     }
 }

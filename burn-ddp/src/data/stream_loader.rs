@@ -203,7 +203,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         let weights = if weigh.is_some() { "the batch" } else { "its number of items" };
         let default = || ddp.state().model_device().map_or_else(|| ddp.device(), Ok).map(Device::autodiff);
         let device = agreement::on_outcome(ddp.group(), "build its loader", device.map_or_else(default, Ok))?;
-        let id = ddp.state().next_loader_id();
+        let id = ddp.state().next_loader_id(false);
         let settings = [
             ("the kind of loader", "streaming".to_string()),
             ("the number of the loader", id.to_string()),
@@ -216,6 +216,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
             return Err(DataError::LoadersDiffer { loader: format!("streaming loader {id}"), difference }.into());
         }
+        ddp.state().count_loader(false);
         check_max_batches(max_batches)?;
         let too_small = || DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() };
         let batch_size = NonZeroUsize::new(batch_size).ok_or_else(too_small)?;

@@ -29,8 +29,8 @@ pub(crate) struct SharedState {
     pub(crate) host_engine: &'static str,
     /// Group of the differentiable collectives and their backwards. Made by the first such collective.
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
-    /// Number of loaders built so far.
-    loaders: AtomicU32,
+    /// Number of training loaders, and of evaluation loaders, built so far.
+    loaders: [AtomicU32; 2],
     /// Number of batches that the program skipped, the same on every rank.
     skips: AtomicU64,
     /// State of the rank (seed, device, checkpoint directories), shared by the handles of all its parts of the job.
@@ -85,7 +85,7 @@ impl SharedState {
             batch_weight,
             host_engine,
             graph_group: Mutex::new(None),
-            loaders: AtomicU32::new(0),
+            loaders: [const { AtomicU32::new(0) }; 2],
             skips: AtomicU64::new(0),
             of_rank,
             #[cfg(feature = "train")]
@@ -176,9 +176,15 @@ impl SharedState {
         self.of_rank.nccl_device.get_or_init(|| ordinal);
     }
 
-    /// Number of the next loader; the same on every rank, since loaders are built in the same order.
-    pub(crate) fn next_loader_id(&self) -> u32 {
-        self.loaders.fetch_add(1, Ordering::Relaxed)
+    /// Number of the next training loader, or evaluation loader; the same on every rank, since loaders are built in the
+    /// same order. Seeds of batches depend on the number of the training loader, and must not on evaluation.
+    pub(crate) fn next_loader_id(&self, evaluates: bool) -> u32 {
+        self.loaders[usize::from(evaluates)].load(Ordering::Relaxed)
+    }
+
+    /// Counts a loader, once all ranks have agreed on it.
+    pub(crate) fn count_loader(&self, evaluates: bool) {
+        self.loaders[usize::from(evaluates)].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Seeds `device`, and from now on derives the seeds of this rank's wraps and batches from `seed` and from the

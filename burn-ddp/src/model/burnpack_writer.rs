@@ -41,13 +41,13 @@ pub(crate) trait Source {
 
 /// Bytes of tensors of other ranks that rank 0 writes or reads at once. After each of these times the ranks make a
 /// round.
-pub(crate) const GATHERED_BYTES: usize = 4 << 20;
+pub(crate) const GATHERED_BYTES: usize = 256 << 10;
 
 /// Appends bytes to the file.
 pub(crate) type Write<'a> = dyn FnMut(&[u8]) -> Result<(), FileFailure> + 'a;
 
 /// Writes `tensors` to rank 0's `sink`, with the maps `others` in the header. *Collective*: all ranks have the same
-/// gathered tensors. Besides what the sink holds, rank 0 needs memory for gathered tensors of 4 MiB, or one that is
+/// gathered tensors. Besides what the sink holds, rank 0 needs memory for gathered tensors of 256 KiB, or one that is
 /// larger, and for one tensor in the form of the file.
 ///
 /// # Errors

@@ -126,3 +126,16 @@ fn ranks_that_build_differently_all_hear_what_differs() {
         Ok(ddp.barrier()?)
     });
 }
+
+/// Seeds of a training loader's batches depend on its number.
+#[test]
+fn evaluation_loaders_do_not_change_the_number_of_a_training_loader() {
+    let error = Ddp::spawn(1, |ddp| {
+        for _ in 0..2 {
+            ddp.eval_loader(Keep).build(numbers(3))?;
+        }
+        let train = ddp.loader(Keep).batch_size(1).build(numbers(3))?;
+        Ok(format!("{train:?}"))
+    });
+    assert!(error.unwrap()[0].contains("id: 0"));
+}

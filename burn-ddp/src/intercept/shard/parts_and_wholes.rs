@@ -103,13 +103,12 @@ pub(crate) struct SteppedSlot {
     slot: usize,
 }
 
-impl PartialEq for SteppedSlot {
-    fn eq(&self, other: &Self) -> bool {
-        self.slot == other.slot && Weak::ptr_eq(&self.model, &other.model)
-    }
-}
-
 impl SteppedSlot {
+    /// Equal for equal parameters.
+    fn key(&self) -> (*const WrappedModel, usize) {
+        (self.model.as_ptr(), self.slot)
+    }
+
     /// Notes that an optimizer steps the parameter element by element.
     pub(crate) fn note_optimizer(&self) {
         self.with_model(|model| model.note_optimizer(self.slot));
@@ -153,8 +152,9 @@ pub(crate) fn step_by_elements<M: Module, T>(
     }
     let mut find = Find(&grads, Vec::new());
     walk(&model, &mut find);
+    let fits: HashSet<_> = fits.iter().map(SteppedSlot::key).collect();
     for (of, has_gradient) in &find.1 {
-        let step = match (has_gradient, fits.contains(of)) {
+        let step = match (has_gradient, fits.contains(&of.key())) {
             (false, _) => StepOf::Nothing,
             (true, true) => StepOf::Elements,
             (true, false) => StepOf::Unknown,
