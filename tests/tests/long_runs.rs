@@ -197,7 +197,7 @@ mod trainer {
 
         fn step(&self, x: Tensor<2>) -> TrainOutput<ClassificationOutput> {
             let mut tenths = TENTHS.lock().unwrap();
-            if tenths.0 % TENTH == 0 {
+            if tenths.0.is_multiple_of(TENTH) {
                 if tenths.0 > 0 {
                     let of_tenth = Use::since(tenths.2, TENTH);
                     tenths.1.push(of_tenth);

@@ -155,9 +155,12 @@ fn a_drift_of_last_bits_is_found() {
     }
 }
 
+/// A gradient, from step, element and value.
+type Gradient = fn(u64, usize, f32) -> f32;
+
 /// Gradients: of a parameter that moves steadily, of one that oscillates, and of one that converges to 1.1 times its
 /// first value, whose gradients become so small that it moves by last bits.
-const TRAININGS: [(&str, fn(u64, usize, f32) -> f32); 4] = [
+const TRAININGS: [(&str, Gradient); 4] = [
     ("steady", |step, i, _| 1.0 + noise(step, i)),
     ("oscillating", |step, i, _| 100.0 * noise(step, i)),
     ("alternating", |step, i, _| if step % 2 == 0 { 10.0 } else { -10.0 } * (1.0 + 0.1 * noise(step, i))),

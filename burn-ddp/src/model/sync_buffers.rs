@@ -48,8 +48,8 @@ impl Ddp {
     pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
         let wrapped = wrapped_in(self.group(), model)?;
         if wrapped.is_empty() {
-            running_stats::sync(self.group(), model, BufferPolicy::Average, 0.0, |_, _| false)?
-                .map(OwnStatistics::replace);
+            let own = running_stats::sync(self.group(), model, BufferPolicy::Average, 0.0, |_, _| false)?;
+            own.into_iter().for_each(OwnStatistics::replace);
         }
         agreed_statistics(self.group(), model)?.into_iter().for_each(OwnStatistics::replace);
         wrapped.iter().for_each(|wrapped| wrapped.keep_statistics(true));

@@ -93,7 +93,8 @@ fn unusable(reason: String) -> Error {
 /// few parameters, since Burn 0.22 loads some optimizers' state in a time that grows with the square of their number.
 fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::result::Result<(), String> {
     let Item::Map(sections) = header else { return Err("its header is no map".into()) };
-    let mut parts: BTreeMap<usize, BTreeMap<&str, Vec<(Item, Item)>>> = BTreeMap::new();
+    type Sections<'a> = BTreeMap<&'a str, Vec<(Item, Item)>>;
+    let mut parts: BTreeMap<usize, Sections<'_>> = BTreeMap::new();
     let mut part_of: HashMap<u64, usize> = HashMap::new();
     for (section, entries) in sections {
         let (Some(section), Item::Map(entries)) = (section.text(), entries) else { continue };
