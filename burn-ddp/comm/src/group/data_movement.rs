@@ -43,7 +43,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn broadcast_bytes(&self, elements: impl Into<TensorType>, buf: &mut [u8], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -84,7 +84,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn all_gather_bytes(&self, elements: impl Into<TensorType>, input: &[u8]) -> Result<Vec<u8>> {
         let mut rows = vec![0; input.len() * self.world_size()];
@@ -102,7 +102,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn all_gather_tagged(&self, dtype: DType, input: &[u8], rows: &mut [u8], tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -142,7 +142,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn gather_bytes(&self, elements: impl Into<TensorType>, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
         let caller = self.in_turn(Location::caller());
@@ -189,7 +189,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn scatter_bytes(
         &self,
@@ -237,7 +237,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn all_to_all_bytes(&self, elements: impl Into<TensorType>, input: &[u8], output: &mut [u8]) -> Result<()> {
         self.calls.all_to_all(self.in_turn(Location::caller()), elements, input, output)

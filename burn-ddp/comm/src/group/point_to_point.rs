@@ -53,7 +53,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn send_bytes(&self, elements: impl Into<TensorType>, buf: &[u8], to: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), elements, Some((to, buf)), None)
@@ -93,7 +93,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn recv_bytes(&self, elements: impl Into<TensorType>, buf: &mut [u8], from: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), elements, None, Some((from, buf)))
@@ -136,7 +136,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn send_recv_bytes(&self, dtype: DType, send: &[u8], to: usize, receive: &mut [u8], from: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, send)), Some((from, receive)))

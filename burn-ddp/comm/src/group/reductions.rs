@@ -52,7 +52,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn all_reduce_bytes(
         &self,
@@ -106,7 +106,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn all_reduce_weighted_bytes(
         &self,
@@ -154,7 +154,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn reduce_bytes(
         &self,
@@ -203,7 +203,7 @@ impl ProcessGroup {
     ///
     /// # Example
     ///
-    /// As in [`DType`].
+    /// As in [`DType`](crate::DType).
     #[track_caller]
     pub fn reduce_scatter_bytes(
         &self,
