@@ -228,7 +228,9 @@ mod trainer {
         }
     }
 
+    /// `cargo test --features burn-ddp-tests/train --test long_runs -- --ignored trainer`
     #[test]
+    #[ignore = "by hand: needs Burn's trainer"]
     fn a_late_step_of_burns_trainer_costs_what_an_early_one_costs() {
         Ddp::spawn(1, |ddp| {
             let items = |len: usize| InMemDataset::new((0..len).map(|item| item as f32 * 1e-5).collect());
