@@ -150,9 +150,7 @@ impl HeldTensor {
             HeldKind::Statistic { value, .. } => Ok(value.iter().flat_map(|value| value.as_bytes().to_vec()).collect()),
         }
     }
-}
 
-impl HeldTensor {
     /// Adds the sum to what this rank holds; or puts the value of a running statistic into `statistics`, of each model,
     /// and returns true.
     fn take(self, bytes: &[u8], statistics: &mut [Vec<TensorData>]) -> bool {

@@ -240,7 +240,7 @@ impl<'a> CheckpointWriter<'a> {
         let name = format!("{}model.bpk", self.prefix);
         let ready = self.ready_to_save(&name, model);
         let (mut sink, wrapped) = self.contents.agree(self.group, &name, ready)?;
-        let saved = agreed_statistics(self.group, model).and_then(|_own_statistics| {
+        let saved = agreed_statistics(self.group, model, &wrapped).and_then(|_own_statistics| {
             let (schema, values) = agreement::on_outcome(self.group, FILL, values(model))?;
             burnpack_writer::write(self.group, values, &[], &mut sink, self.work)?;
             Ok(schema)

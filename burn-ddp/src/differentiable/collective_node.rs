@@ -12,7 +12,7 @@ use burn::tensor::{TensorData, read_sync};
 
 use super::adjoint::Adjoint;
 use crate::backends::extend_backends;
-use crate::intercept::{LossBehind, fail, loss_behind, mixed_losses, rung_above, untracked};
+use crate::intercept::{fail, has_weight_0, rung_above, untracked};
 use crate::{Error, Result};
 
 /// Extension of a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
@@ -44,11 +44,11 @@ impl<B: Backend> Backward<B, 2> for Collective {
         let [Some(x), _] = ops.parents else { return };
         let gradient = grads.consume::<B>(&ops.node);
         let device = gradient.device();
-        let gradient = match loss_behind(true) {
-            LossBehind::Counts => gradient,
+        let gradient = match has_weight_0(true) {
+            Ok(false) => gradient,
             // It may be NaN.
-            LossBehind::OwnOfWeight0 => B::float_zeros(gradient.shape(), &device, gradient.dtype().into()),
-            LossBehind::Mixed => abandon(&ops.state.ddp, mixed_losses()),
+            Ok(true) => B::float_zeros(gradient.shape(), &device, gradient.dtype().into()),
+            Err(error) => abandon(&ops.state.ddp, error),
         };
         let back = read::<B>(gradient).and_then(|data| ops.state.apply(data));
         let back = back.unwrap_or_else(|error| abandon(&ops.state.ddp, error));

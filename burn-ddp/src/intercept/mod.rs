@@ -42,9 +42,7 @@ pub(crate) use parameter_tap::{MAX_DIMS, Tap};
 pub(crate) use save_mappers::without_mappers;
 #[cfg(feature = "train")]
 pub(crate) use scope::catch;
-pub(crate) use scope::{
-    Call, LossBehind, fail, loss_behind, mixed_losses, reduce_held, refused, run, weight_of_backward,
-};
+pub(crate) use scope::{Call, fail, has_weight_0, reduce_held, refused, run, weight_of_backward};
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{

@@ -31,8 +31,8 @@ struct Open {
     /// An autodiff tensor of the models' backend that the first hook has registered in its `Gradients`, so that a
     /// second backward shows.
     mark: Option<Box<dyn Any>>,
-    /// True once the backward has reached a collective of [`Differentiable`](crate::Differentiable).
-    passed_collective: bool,
+    /// True once a backward of weight 0 has passed a collective that mixes gradients of all ranks' losses.
+    mixed_losses: bool,
     /// Models that the backward reached and the call does not train.
     ignored: Vec<Arc<WrappedModel>>,
     /// The first error of a hook, or of a collective in a forward or backward.
@@ -243,37 +243,25 @@ pub(crate) fn weight_of_backward() -> Option<f64> {
     OPEN.with_borrow(|open| open.as_ref().and_then(|open| open.items))
 }
 
-/// The losses from which the gradient at a collective comes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum LossBehind {
-    /// A loss that counts, or a backward outside of the door.
-    Counts,
-    /// Only that of this rank's batch, which has weight 0.
-    OwnOfWeight0,
-    /// In a backward of weight 0, behind another collective, so also that of other ranks.
-    Mixed,
-}
-
-/// The losses from which the gradient at a collective comes, in a backward of this thread. A collective that is
-/// `passed` sends gradients of other ranks' losses to what comes after it.
-pub(crate) fn loss_behind(passed: bool) -> LossBehind {
+/// True if the gradient at a collective, in a backward of this thread, is that of a batch of weight 0. A collective
+/// that `mixes_losses` sends on gradients of other ranks' losses.
+///
+/// # Errors
+///
+/// A collective before this one has mixed such a gradient with those of other ranks.
+pub(crate) fn has_weight_0(mixes_losses: bool) -> Result<bool> {
     OPEN.with_borrow_mut(|open| {
-        let Some(open) = open.as_mut().filter(|open| open.items == Some(0.0)) else { return LossBehind::Counts };
-        let mixes = open.passed_collective;
-        open.passed_collective |= passed;
-        match mixes {
-            true => LossBehind::Mixed,
-            false => LossBehind::OwnOfWeight0,
+        let Some(open) = open.as_mut().filter(|open| open.items == Some(0.0)) else { return Ok(false) };
+        if open.mixed_losses {
+            return Err(Error::invalid(
+                "the backward weighs 0 and passes several differentiable collectives, so the gradient of this rank's \
+                loss cannot be told from those of other ranks: let every rank leave out the batch with \
+                `ddp.skip_batch()?`",
+            ));
         }
+        open.mixed_losses = mixes_losses;
+        Ok(true)
     })
-}
-
-/// The error of a backward of weight 0 that passes several collectives.
-pub(crate) fn mixed_losses() -> Error {
-    Error::invalid(
-        "the backward weighs 0 and passes several differentiable collectives, so the gradient of this rank's loss \
-        cannot be told from those of other ranks: let every rank leave out the batch with `ddp.skip_batch()?`",
-    )
 }
 
 /// True if the call that is open on this thread has failed: what it computes is of no use.

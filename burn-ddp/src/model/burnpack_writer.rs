@@ -1,5 +1,5 @@
-//! Writing a burnpack one tensor at a time: rank 0 writes the tensors, and gathers before each one that it does not
-//! hold as a whole.
+//! Writing a burnpack one tensor at a time: rank 0 writes the tensors, and gathers before those that it does not hold
+//! as a whole, a few small ones at once.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -39,8 +39,7 @@ pub(crate) trait Source {
     fn put(&self, whole: Option<Bytes>, write: &mut Write<'_>) -> Result<(), FileFailure>;
 }
 
-/// Bytes of tensors of other ranks that rank 0 writes or reads at once. After each of these times the ranks make a
-/// round.
+/// Bytes of gathered tensors that rank 0 writes, or reads for other ranks, in one round of all ranks.
 pub(crate) const GATHERED_BYTES: usize = 256 << 10;
 
 /// Appends bytes to the file.
@@ -88,7 +87,7 @@ pub(crate) fn write<S: Source>(
                 TensorData::from_bytes_vec(vec![0; len], [len], burn::tensor::DType::U8)
             });
             let whole = tensor.gather(group, own.as_bytes())?;
-            batch.push((tensor, Some(whole)));
+            batch.extend(is_main.then_some((tensor, Some(whole))));
         }
         let is_last = tensors.peek().is_none();
         let mut write_batch = || -> Result<(), FileFailure> {

@@ -15,7 +15,7 @@ use super::values::{Value, values};
 use crate::checkpoint::{leftover, scheme};
 use crate::ddp::Ddp;
 use crate::file_failure::FileWork;
-use crate::intercept::find;
+use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, main_first};
 
 impl Ddp {
@@ -135,8 +135,9 @@ impl Ddp {
         write: impl FnOnce(Schema, Vec<Value>) -> Result<()>,
     ) -> Result<()> {
         let _saving = self.state().meter.saving();
-        let own_statistics = agreed_statistics(self.group(), model)?;
-        find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
+        let wrapped = wrapped_in(self.group(), model)?;
+        let own_statistics = agreed_statistics(self.group(), model, &wrapped)?;
+        wrapped.iter().for_each(|wrapped| wrapped.warn_of_local());
         let outcome = refuse_url(path).and_then(|()| values(model));
         let (schema, values) = agreement::on_outcome(self.group(), "save its model", outcome)?;
         main_first::on_main(self.group(), || {

@@ -1,11 +1,14 @@
 //! `sync_buffers`: running statistics synchronised outside of a backward.
 
+use std::sync::Arc;
+
 use burn::module::Module;
 use burn_ddp_comm::ProcessGroup;
 
 use super::running_stats::{self, BufferPolicy, OwnStatistics};
 use crate::Result;
 use crate::ddp::Ddp;
+use crate::intercept::WrappedModel;
 use crate::wrap::wrapped_in;
 
 impl Ddp {
@@ -47,21 +50,28 @@ impl Ddp {
     #[track_caller]
     pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
         let wrapped = wrapped_in(self.group(), model)?;
-        if wrapped.is_empty() {
-            let own = running_stats::sync(self.group(), model, BufferPolicy::Average, 0.0, |_, _| false)?;
-            own.into_iter().for_each(OwnStatistics::replace);
-        }
-        agreed_statistics(self.group(), model)?.into_iter().for_each(OwnStatistics::replace);
+        let own = match wrapped.is_empty() {
+            true => {
+                let own = running_stats::sync(self.group(), model, BufferPolicy::Average, 0.0, |_, _| false)?;
+                own.into_iter().collect()
+            }
+            false => agreed_statistics(self.group(), model, &wrapped)?,
+        };
+        own.into_iter().for_each(OwnStatistics::replace);
         wrapped.iter().for_each(|wrapped| wrapped.keep_statistics(true));
         Ok(())
     }
 }
 
-/// Makes the running statistics of the wrapped models in `model`, which may be a copy, equal on all ranks until the
+/// Makes the running statistics of the `wrapped` models in `model`, which may be a copy, equal on all ranks until the
 /// result is dropped. Each wrapped model has its own policy. *Collective*.
 #[track_caller]
-pub(crate) fn agreed_statistics<M: Module>(group: &ProcessGroup, model: &M) -> Result<Vec<OwnStatistics<M>>> {
-    let (wrapped, mut own) = (wrapped_in(group, model)?, Vec::new());
+pub(crate) fn agreed_statistics<M: Module>(
+    group: &ProcessGroup,
+    model: &M,
+    wrapped: &[Arc<WrappedModel>],
+) -> Result<Vec<OwnStatistics<M>>> {
+    let mut own = Vec::new();
     for (nth, this) in wrapped.iter().enumerate() {
         let Some(policy) = this.buffer_policy() else { continue };
         let earlier = |id| wrapped[..nth].iter().any(|wrapped| wrapped.has_id(id));

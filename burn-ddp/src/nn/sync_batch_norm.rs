@@ -31,7 +31,7 @@ use crate::intercept::{Tap, WrappedModel};
 /// [`Ddp::weighted`](crate::Ddp::weighted) or of the loader, as [`Ddp::backward`](crate::Ddp::backward) uses them,
 /// gradients are those of the mean over all items, whatever the split. A batch that weighs 0 is left out, even if it
 /// holds NaN. The layer must know so in its forward: the loader says it, or a
-/// [`scope`](crate::data#weights) around forward and backward, `ddp.weighted(0.0).scope(&model, || ..)`; a weight 0
+/// [`scope`](crate::Weighted::scope) around forward and backward, `ddp.weighted(0.0).scope(&model, || ..)`; a weight 0
 /// that only the backward gets is an error.
 ///
 /// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one),
@@ -167,9 +167,10 @@ impl Module for SyncBatchNorm {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let was_tapped = self.norm.gamma.reparameterization::<Tap>().is_some();
         let norm = self.norm.map(mapper);
         // `wrap` attaches taps by mapping.
-        if let Some(tapped) = norm.gamma.reparameterization::<Tap>().map(Tap::model) {
+        if let Some(tapped) = norm.gamma.reparameterization::<Tap>().map(Tap::model).filter(|_| !was_tapped) {
             let mut ids = Ids(Vec::new());
             norm.running_mean.visit(&mut ids);
             norm.running_var.visit(&mut ids);

@@ -16,7 +16,7 @@ use super::moments::{values, wide};
 use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
-use crate::intercept::{self, LossBehind};
+use crate::intercept;
 use crate::{Error, Result};
 
 /// The batch of all ranks, by which a [`SyncBatchNorm`](super::SyncBatchNorm) normalises. Opaque: made by that layer,
@@ -175,9 +175,7 @@ impl SyncedBatch {
                 {forward} its batch: let forward and backward run in `ddp.weighted({weight}).scope(&model, || ..)`"
             )));
         }
-        if intercept::loss_behind(false) == LossBehind::Mixed {
-            return Err(intercept::mixed_losses());
-        }
+        intercept::has_weight_0(false)?;
         let mut all = Vec::new();
         for sum in sums {
             // The batch of weight 0 may hold NaN.

@@ -17,7 +17,8 @@ use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
 use crate::intercept::{self, Call, Models, Own, without_mappers};
-use crate::model::running_stats::{self, OwnStatistics};
+use crate::model::running_stats::OwnStatistics;
+use crate::model::sync_buffers::agreed_statistics;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig, agreement};
 
@@ -314,10 +315,12 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
         let model = self.learner.model();
-        match attribute_calls(self.site, || self.agree_on_statistics(&model)) {
+        let wrapped = &self.taps.wrapped;
+        let agreed = || agreed_statistics(self.ddp.group(), &model, std::slice::from_ref(wrapped));
+        match attribute_calls(self.site, agreed) {
             Ok(own) => {
                 own.into_iter().for_each(OwnStatistics::replace);
-                self.taps.wrapped.keep_statistics(true);
+                wrapped.keep_statistics(true);
             }
             Err(error) => return fail(self.ddp, &self.interrupter, error),
         }
@@ -343,13 +346,6 @@ impl<M: LearnerModel> Run<'_, M> {
                 break;
             }
         }
-    }
-
-    fn agree_on_statistics(&self, model: &M) -> Result<Option<OwnStatistics<M>>> {
-        let wrapped = &self.taps.wrapped;
-        let Some(policy) = wrapped.buffer_policy() else { return Ok(None) };
-        let is_local = |path: &str, id| wrapped.is_local(path, id);
-        running_stats::sync(self.ddp.group(), model, policy, wrapped.held().0.items, is_local)
     }
 
     /// Validates a model with sharded parameters, which all ranks must read together. A rank with fewer batches than

@@ -5,48 +5,12 @@ use std::path::Path;
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
-use burn::module::{ModuleVisitor, Param};
 use burn::optim::AdamConfig;
 use burn::tensor::TensorData;
+use burn_ddp::checkpoint::Checkpoints;
 use burn_ddp::{DdpOptimizer, Sharding};
 
 use super::*;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Look {
-    Nothing,
-    Save,
-    SaveSafetensors,
-    Checkpoint,
-    CheckpointInBackground,
-    SaveCopy,
-    CheckReplicas,
-    Hash,
-    Evaluate,
-    Visit,
-    Print,
-    Telemetry,
-    Mean,
-    EvaluateByLoader,
-}
-
-use Look::*;
-
-const LOOKS: [Look; 13] = [
-    Save,
-    SaveSafetensors,
-    Checkpoint,
-    CheckpointInBackground,
-    SaveCopy,
-    CheckReplicas,
-    Hash,
-    Evaluate,
-    Visit,
-    Print,
-    Telemetry,
-    Mean,
-    EvaluateByLoader,
-];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Point {
@@ -68,56 +32,71 @@ impl Batcher<u32, usize> for Count {
     }
 }
 
-struct Values(Vec<TensorData>);
+/// What a look may look at.
+struct Seen<'a> {
+    ddp: &'a Ddp,
+    net: &'a Net,
+    optim: &'a DdpOptimizer,
+    /// Steps so far.
+    steps: u64,
+    dir: &'a Path,
+}
 
-impl ModuleVisitor for Values {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push(param.base().into_data());
+impl Seen<'_> {
+    fn checkpoints(&self) -> burn_ddp::Result<Checkpoints> {
+        self.ddp.checkpoints(self.dir.join("checkpoints"))
     }
 }
 
-fn visited(net: &Net) -> Vec<TensorData> {
-    let mut values = Values(Vec::new());
-    net.visit(&mut values);
-    values.0
-}
+type Look = fn(&Seen<'_>) -> anyhow::Result<()>;
 
-fn look(what: Look, ddp: &Ddp, net: &Net, optim: &DdpOptimizer, step: u64, dir: &Path) -> anyhow::Result<()> {
-    let checkpoints = || ddp.checkpoints(dir.join("checkpoints"));
-    match what {
-        Nothing => {}
-        Save => drop(ddp.save(net, dir.join("model"))?),
-        SaveSafetensors => drop(ddp.save_safetensors(net, dir.join("model"))?),
-        Checkpoint => checkpoints()?.save(step, |c| {
-            c.model(net)?;
-            c.optimizer(optim, net)
-        })?,
-        CheckpointInBackground => {
-            let checkpoints = checkpoints()?.asynchronous(true);
-            checkpoints.save(step, |c| c.model(net))?;
-            checkpoints.wait()?;
-        }
-        SaveCopy => drop(ddp.save(&net.valid(), dir.join("copy"))?),
-        CheckReplicas => ddp.check_replicas(net)?,
-        Hash => drop(param_hash(net)?),
-        Evaluate => drop(net.valid().forward(rows_of(ddp.rank(), 99, 5, &ddp.device()?)).into_data()),
-        Visit => drop(visited(net)),
-        Print => drop((format!("{net} {net:?}"), net.num_params())),
-        Telemetry => {
-            let telemetry = ddp.telemetry();
-            drop((telemetry.stats(), telemetry.last_step(), telemetry.memory(), telemetry.report()?));
-        }
-        Mean => drop(ddp.mean(ddp.rank() as f32)?),
-        EvaluateByLoader => {
-            let items = InMemDataset::new((0..7).collect());
-            let batches = ddp.eval_loader(Count).batch_size(2).build(items)?;
-            for batch in batches.iter() {
-                let _ = (batch?, ddp.batch_items());
-            }
-        }
-    }
+/// Ends a look, whatever it has seen.
+fn done<T>(_: T) -> anyhow::Result<()> {
     Ok(())
 }
+
+const NOTHING: Look = |_| Ok(());
+
+const LOOKS: [(&str, Look); 13] = [
+    ("save", |seen| done(seen.ddp.save(seen.net, seen.dir.join("model"))?)),
+    ("save_safetensors", |seen| done(seen.ddp.save_safetensors(seen.net, seen.dir.join("model"))?)),
+    ("a checkpoint", |seen| {
+        Ok(seen.checkpoints()?.save(seen.steps, |c| {
+            c.model(seen.net)?;
+            c.optimizer(seen.optim, seen.net)
+        })?)
+    }),
+    ("a checkpoint in the background", |seen| {
+        let checkpoints = seen.checkpoints()?.asynchronous(true);
+        checkpoints.save(seen.steps, |c| c.model(seen.net))?;
+        Ok(checkpoints.wait()?)
+    }),
+    ("save of a copy", |seen| done(seen.ddp.save(&seen.net.valid(), seen.dir.join("copy"))?)),
+    ("check_replicas", |seen| Ok(seen.ddp.check_replicas(seen.net)?)),
+    ("param_hash", |seen| done(param_hash(seen.net)?)),
+    ("an evaluation", |seen| {
+        let rows = rows_of(seen.ddp.rank(), 99, 5, &seen.ddp.device()?);
+        done(seen.net.valid().forward(rows).into_data())
+    }),
+    ("a visit", |seen| done(visited(seen.net))),
+    ("a print", |seen| {
+        let net = seen.net;
+        done((format!("{net} {net:?}"), net.num_params()))
+    }),
+    ("telemetry", |seen| {
+        let telemetry = seen.ddp.telemetry();
+        done((telemetry.stats(), telemetry.last_step(), telemetry.memory(), telemetry.report()?))
+    }),
+    ("a mean", |seen| done(seen.ddp.mean(seen.ddp.rank() as f32)?)),
+    ("an evaluation loader", |seen| {
+        let items = InMemDataset::new((0..7).collect());
+        let batches = seen.ddp.eval_loader(Count).batch_size(2).build(items)?;
+        for batch in batches.iter() {
+            done((batch?, seen.ddp.batch_items()))?;
+        }
+        Ok(())
+    }),
+];
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -126,8 +105,8 @@ struct Case {
     accumulation: usize,
 }
 
-/// Trains three steps with batches of 9 rows on rank 0 and of 1 on the others. Looks at every step.
-fn train(ddp: &Ddp, case: Case, what: Look, at: Point, dir: &Path) -> anyhow::Result<Vec<TensorData>> {
+/// Trains three steps with batches of 9 rows on rank 0 and of 2 on the others. Looks at every step.
+fn train(ddp: &Ddp, case: Case, look: Look, at: Point, dir: &Path) -> anyhow::Result<Vec<TensorData>> {
     let Case { norm, sharded, accumulation } = case;
     let device = ddp.device()?.autodiff();
     let mut config = WrapConfig::new().with_accumulation(accumulation).with_replica_check(2);
@@ -143,7 +122,7 @@ fn train(ddp: &Ddp, case: Case, what: Look, at: Point, dir: &Path) -> anyhow::Re
     let mut steps = 0;
     for nth in 0..3 * accumulation {
         let look = |now: Point, net: &Net, optim: &DdpOptimizer, steps: u64| match now == at {
-            true => look(what, ddp, net, optim, steps, dir),
+            true => look(&Seen { ddp, net, optim, steps, dir }),
             false => Ok(()),
         };
         look(BeforeForward, &net, &optim, steps)?;
@@ -164,14 +143,14 @@ fn train(ddp: &Ddp, case: Case, what: Look, at: Point, dir: &Path) -> anyhow::Re
 
 fn unchanged(case: Case) {
     for world in [1, 2] {
-        let run = |what, at| {
+        let run = |look, at| {
             let dir = tempfile::tempdir().unwrap();
-            Ddp::spawn(world, |ddp| train(&ddp, case, what, at, dir.path())).unwrap()
+            Ddp::spawn(world, |ddp| train(&ddp, case, look, at, dir.path())).unwrap()
         };
-        let expected = run(Nothing, BeforeForward);
+        let expected = run(NOTHING, BeforeForward);
         for at in [BeforeForward, AfterForward, AfterBackward, AfterStep] {
-            for what in LOOKS {
-                assert!(run(what, at) == expected, "{what:?} {at:?} changes a training of {world}: {case:?}");
+            for (name, look) in LOOKS {
+                assert!(run(look, at) == expected, "{name} {at:?} changes a training of {world}: {case:?}");
             }
         }
     }

@@ -3,9 +3,10 @@
 mod looks;
 mod weight_0;
 
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::prelude::*;
+use burn::tensor::TensorData;
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::Fill;
@@ -59,4 +60,19 @@ fn rows_of(rank: usize, nth: usize, rows: usize, device: &Device) -> Tensor<2> {
     let start = 97 * rank + 13 * nth;
     let ramp = Tensor::<1, Int>::arange(start as i64..(start + 3 * rows) as i64, device).float();
     (ramp * 0.37).sin().reshape([rows, 3])
+}
+
+struct Values(Vec<TensorData>);
+
+impl ModuleVisitor for Values {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.base().into_data());
+    }
+}
+
+/// Values of parameters and running statistics, as a visitor sees them.
+fn visited(net: &Net) -> Vec<TensorData> {
+    let mut values = Values(Vec::new());
+    net.visit(&mut values);
+    values.0
 }

@@ -91,19 +91,7 @@ fn train(
         net = optim.step(0.1, net, grads);
     }
     drop(net.valid());
-    Ok(values(&ddp.unwrap(net)?))
-}
-
-fn values(net: &Net) -> Vec<TensorData> {
-    struct Values(Vec<TensorData>);
-    impl burn::module::ModuleVisitor for Values {
-        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
-            self.0.push(param.val().into_data());
-        }
-    }
-    let mut values = Values(Vec::new());
-    net.visit(&mut values);
-    values.0
+    Ok(visited(&ddp.unwrap(net)?))
 }
 
 fn is_finite(values: &[TensorData]) -> bool {
@@ -188,7 +176,7 @@ fn a_batch_that_the_loader_weighs_0_is_left_out_of_a_synced_norm() {
                 let grads = ddp.backward(&net.loss(batch?), &net)?.expect("a step");
                 net = optim.step(0.1, net, grads);
             }
-            Ok((param_hash(&net)?, is_finite(&values(&net.valid()))))
+            Ok((param_hash(&net)?, is_finite(&visited(&net.valid()))))
         };
         Ddp::spawn(2, train).unwrap()
     };
@@ -263,7 +251,7 @@ fn statistics_of_models_that_the_call_does_not_train_forget_the_batch_too() {
                 ddp.weighted(weight).backward(&criticised(x), &generator)?;
                 ddp.backward(&critic.loss(rows_of(ddp.rank(), 7 + nth, 2, &device)), &critic)?;
             }
-            Ok((param_hash(&critic)?, is_finite(&values(&critic.valid()))))
+            Ok((param_hash(&critic)?, is_finite(&visited(&critic.valid()))))
         };
         Ddp::spawn(2, train).unwrap()
     };
@@ -293,7 +281,7 @@ fn an_optimizer_that_averages_leaves_out_a_rank_whose_batches_all_weigh_0() {
             }
             let hashes = [param_hash(&nets[0])?, param_hash(&nets[1])?];
             assert_eq!(hashes[0], hashes[1]);
-            Ok((hashes[0].clone(), is_finite(&values(&nets[1]))))
+            Ok((hashes[0].clone(), is_finite(&visited(&nets[1]))))
         };
         Ddp::spawn(2, train).unwrap()
     };
