@@ -133,8 +133,8 @@ fn what_cannot_work_ends_at_once_with_its_reason() {
     fails(RESNET, "--data photos", "folder:DIR");
     fails(
         RESNET,
-        &format!("{TINY} --limit 8 --batch-size 4 --accumulate 2 --nproc 2"),
-        "--accumulate 2: an epoch has 1 backward",
+        &format!("{TINY} --limit 3 --batch-size 4 --accumulate 2 --nproc 2"),
+        "3 item(s) for 4 ranks (or logical ranks)",
     );
     fails(RESNET, &format!("{TINY} --limit 2 --nproc 3"), "3 ranks");
     #[cfg(not(feature = "download"))]

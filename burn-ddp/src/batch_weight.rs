@@ -4,9 +4,10 @@
 //! the next one. A call may give another weight. Without a loader a call weighs 1.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn_ddp_comm::{Progress, Track};
+use burn_ddp_comm::{LogicalRanks, Progress, Track};
 
 use crate::{Error, Result};
 
@@ -36,6 +37,23 @@ struct Inner {
     of_optimizer: Option<f64>,
     /// True if the next batch is the first one of such an average.
     optimizer_stepped: bool,
+    /// Leaf of the last training batch, or of the last `next_leaf`.
+    leaf: Option<Leaf>,
+}
+
+/// A logical rank of a handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Leaf {
+    /// Number of the handle's group.
+    pub(crate) group: u64,
+    pub(crate) division: LogicalRanks,
+    /// The step: of a loader its number, epoch and step, of `next_leaf` 0, 0 and the number of steps so far.
+    pub(crate) step: (u64, u64, u64),
+    pub(crate) leaf: usize,
+    /// False if the batch repeats a leaf that counts already.
+    pub(crate) counts: bool,
+    /// True if the batch is the last one of its step on this rank.
+    pub(crate) ends_step: bool,
 }
 
 /// A step of a loader, as the world's tracks know it.
@@ -62,6 +80,8 @@ pub(crate) struct LoaderBatch {
     pub(crate) weight: f64,
     /// No further batch of the epoch follows.
     pub(crate) last: bool,
+    /// With logical ranks.
+    pub(crate) leaf: Option<Leaf>,
 }
 
 /// Batch of one call.
@@ -79,6 +99,8 @@ pub(crate) struct Batch {
     pub(crate) first: bool,
     /// The batch is the last of its epoch.
     pub(crate) last: bool,
+    /// Leaf of the batch, if it comes from a loader with logical ranks or from `next_leaf`.
+    pub(crate) leaf: Option<Leaf>,
 }
 
 /// Checks the weight of a batch.
@@ -102,10 +124,30 @@ impl BatchWeight {
         w.count += 1;
         w.waiting += 1;
         w.last = Some(batch);
+        w.leaf = batch.leaf;
         let earlier = w.of_optimizer.filter(|_| !std::mem::take(&mut w.optimizer_stepped));
         w.of_optimizer = Some(earlier.unwrap_or_default() + batch.weight);
         w.before_averages = w.before_averages.saturating_add(1);
         w.before_averages == FORGOTTEN && !w.averages
+    }
+
+    /// Leaf of the last training batch, or of the last [`next_leaf`](Self::next_leaf).
+    pub(crate) fn leaf(&self) -> Option<Leaf> {
+        self.lock().leaf
+    }
+
+    /// Begins a batch without a loader, of a handle with this group: that of the leaf after the last one of `own`, or
+    /// of the first.
+    pub(crate) fn next_leaf(&self, group: u64, division: LogicalRanks, own: Range<usize>) -> Leaf {
+        let mut w = self.lock();
+        let last = w.leaf.filter(|last| (last.group, last.division) == (group, division));
+        let (_, _, steps) = last.map_or((0, 0, 0), |last| last.step);
+        let next = last.map(|last| last.leaf + 1).filter(|next| own.contains(next));
+        let (leaf, steps) = next.map_or((own.start, steps + 1), |next| (next, steps));
+        let leaf = Leaf { group, division, step: (0, 0, steps), leaf, counts: true, ends_step: leaf + 1 == own.end };
+        w.leaf = Some(leaf);
+        w.count += 1;
+        leaf
     }
 
     /// Records that an optimizer averages the gradients of all batches since the last step with a batch of its own.
@@ -149,15 +191,25 @@ impl BatchWeight {
                 w.waiting
             )));
         }
+        if w.waiting > 1 && w.leaf.is_some() {
+            return Err(Error::invalid(format!(
+                "{} batches of training loaders were handed out since the last backward; with logical ranks each has \
+                its own place in the step: take a batch when it is used, and give one that must not count a backward \
+                by `ddp.weighted(0.0)`",
+                w.waiting
+            )));
+        }
         let first = w.waiting > 0;
         w.waiting = 0;
+        // A repeated item never counts, whatever weight the program gives it.
+        let items = items.map(|items| if w.leaf.is_none_or(|leaf| leaf.counts) { items } else { 0.0 });
         let of_loader = w.last.map_or(1.0, |batch| batch.weight);
         let (items, weighted) = (items.unwrap_or(of_loader), items.is_some());
         let (step, last) = (w.last.map(|batch| batch.step), w.last.is_some_and(|batch| batch.last));
         if let Some(step) = step {
             w.used.insert(step.loader(), step);
         }
-        Ok(Batch { items, weighted, number: w.count, step, first, last })
+        Ok(Batch { items, weighted, number: w.count, step, first, last, leaf: w.leaf })
     }
 
     /// Records that the last batch gets no backward. Returns its step.
@@ -188,7 +240,7 @@ mod tests {
     }
 
     fn hand_out(w: &BatchWeight, loader: u32, weight: f64) {
-        w.note_batch(LoaderBatch { step: step(loader), weight, last: false });
+        w.note_batch(LoaderBatch { step: step(loader), weight, last: false, leaf: None });
     }
 
     fn call(w: &BatchWeight) -> f64 {
@@ -202,7 +254,7 @@ mod tests {
         hand_out(&w, 0, 7.0);
         assert_eq!(w.items(), 7.0, "and looking takes nothing");
         let step = Some(step(0));
-        let batch = Batch { items: 7.0, weighted: false, number: 1, step, first: true, last: false };
+        let batch = Batch { items: 7.0, weighted: false, number: 1, step, first: true, last: false, leaf: None };
         assert_eq!(w.take(None).unwrap(), batch);
         assert_eq!(w.used(track(0)), step.map(|step| step.at));
         assert_eq!(w.used(Track::Batches { group: 1, loader: 0, run: 2 }), None);

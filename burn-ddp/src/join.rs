@@ -92,6 +92,7 @@ impl Ddp {
     ) -> Result<usize> {
         let wrapped = wrapped_in(self.group(), model)?;
         let wrapped = only(&wrapped, "join with")?;
+        self.state().leaves.refuse_if_exact("`join`, which ends ranks early", "use `ddp.loader`")?;
         if wrapped.has_synced_norm() {
             return Err(Error::invalid(NO_SYNCED_NORM));
         }

@@ -50,6 +50,9 @@ impl Ddp {
     }
 }
 
+/// What to do instead of a sum of floats over processes.
+const EXACT: &str = "`ddp.exact_sums()` adds up without rounding";
+
 mod sealed {
     use super::*;
     use crate::Error;
@@ -64,6 +67,7 @@ mod sealed {
             impl Reduce for $float {
                 #[track_caller]
                 fn reduce(self, ddp: &Ddp, op: ReduceOp) -> Result<Self> {
+                    ddp.state().leaves.refuse_if_exact("a mean or sum of floats over processes", EXACT)?;
                     let mut value = [f64::from(self)];
                     ddp.group().all_reduce(&mut value, op)?;
                     Ok(value[0] as $float)

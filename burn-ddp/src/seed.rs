@@ -27,9 +27,14 @@ impl Seed {
         derive(self.seed, "wrap", [rank as u64, self.wraps])
     }
 
-    /// Seeds the device for a batch of a training loader.
+    /// Seeds the device for a batch of a training loader, of a rank or a leaf.
     pub(crate) fn seed_batch(&self, rank: usize, loader: u32, epoch: usize, first: usize) {
         self.device.seed(of_batch(self.seed, rank, loader, epoch, first));
+    }
+
+    /// Seeds the device for a leaf of a step that no loader has begun.
+    pub(crate) fn seed_leaf(&self, leaf: usize, step: u64) {
+        self.device.seed(derive(self.seed, "leaf", [leaf as u64, step]));
     }
 }
 

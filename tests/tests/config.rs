@@ -44,12 +44,14 @@ fn epoch(ddp: &Ddp, config: &DdpConfig) -> anyhow::Result<(u64, usize, usize)> {
 fn fewer_ranks_accumulate_more() {
     let dir = tempfile::tempdir().unwrap();
     let config = write(dir.path(), "a.toml", "train_batch = 48\nmicro_batch = 8\n[wrap]\nreplica_check = 0\n");
-    for (world, backwards) in [(2, 6), (3, 4), (6, 2)] {
+    for (world, backwards) in [(2, 6), (3, 4), (4, 4), (6, 2)] {
         let seen = Ddp::spawn_with(world, config.options().unwrap(), |ddp| epoch(&ddp, &config)).unwrap();
         assert_eq!(seen, vec![(2, backwards, 8); world], "two steps of 48 items, whatever the number of ranks");
     }
     let error = Ddp::spawn(4, |ddp| epoch(&ddp, &config)).unwrap_err().to_string();
-    assert!(error.contains("train_batch 48 does not divide by micro_batch 8 × world 4 = 32"), "{error}");
+    assert!(error.contains("asks for 6 logical ranks") && error.contains("config.options()"), "{error}");
+    let many = Ddp::spawn_with(7, config.options().unwrap(), |_| Ok(())).unwrap_err().to_string();
+    assert!(many.contains("6 logical ranks for 7 processes"), "{many}");
 }
 
 #[test]

@@ -35,11 +35,13 @@ enum Feature {
     /// The user maps the model between backward and step.
     Mapper,
     WorldOfOne,
+    /// Two leaves per rank and step.
+    LogicalRanks,
 }
 
 use Feature::*;
 
-const ALL: [Feature; 10] = [
+const ALL: [Feature; 11] = [
     Accumulation,
     UnusedParameters,
     Join,
@@ -50,6 +52,7 @@ const ALL: [Feature; 10] = [
     GradientCheckpointing,
     Mapper,
     WorldOfOne,
+    LogicalRanks,
 ];
 
 /// Reason why two features do not go together.
@@ -57,6 +60,8 @@ fn forbidden(a: Feature, b: Feature) -> Option<&'static str> {
     match (a, b) {
         (Join, SyncBatchNorm) => Some("all ranks must make the same passes through the layer"),
         (Join, ResumeHeld) => Some("`join` reduces what is held, so nothing waits at the end of an epoch"),
+        (ResumeHeld, LogicalRanks) => Some("a step that is held needs as many leaves: `logical_ranks.rs` has them"),
+        (SyncBatchNorm, LogicalRanks) => Some("running statistics of leaves are averaged, not one after the other"),
         _ => None,
     }
 }
@@ -139,7 +144,7 @@ impl Cell {
     }
 
     fn accumulation(&self) -> usize {
-        if self.has(Accumulation) || self.has(ResumeHeld) { 2 } else { 1 }
+        if self.has(Accumulation) || self.has(ResumeHeld) || self.has(LogicalRanks) { 2 } else { 1 }
     }
 
     fn resumes(&self) -> bool {
@@ -232,6 +237,9 @@ fn outcome(run: &Run, units: &[Unit]) -> anyhow::Result<Outcome> {
 fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome> {
     let trained = |world, numbers: std::ops::Range<usize>| {
         Ddp::spawn(world, |ddp| {
+            if cell.has(LogicalRanks) {
+                ddp.set_logical_ranks(world * cell.accumulation())?;
+            }
             let (run, mut units) = cell.start(&ddp)?;
             cell.wrap(&run, &mut units)?;
             let checkpoints = cell.resumes().then(|| ddp.checkpoints(directory)).transpose()?;
@@ -349,4 +357,5 @@ rows! {
     gradient_checkpointing GradientCheckpointing,
     mapper Mapper,
     world_of_one WorldOfOne,
+    logical_ranks LogicalRanks,
 }

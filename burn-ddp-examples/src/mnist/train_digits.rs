@@ -76,6 +76,7 @@ impl DigitArgs {
 /// If data cannot be read, a peer fails, or a file cannot be written.
 pub fn run(ddp: &Ddp, args: &DigitArgs, steps: &LoopOptions) -> Result<()> {
     let device = ddp.device()?.autodiff();
+    steps.fix_step(ddp)?;
     let (train, test) = args.loaders(ddp, &device)?;
     ddp.seed(&device, args.options.seed);
     let model = args.model(&device);

@@ -100,6 +100,7 @@ pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     // Burn's `Linear` may reshape its weight; by default the graph would then keep the whole weight until backward.
     let device = if args.shard { device.gradient_checkpointing() } else { device };
     let text = Windows::of_text(args.text.as_deref(), *context)?;
+    steps.fix_step(ddp)?;
     let (train, test) = loaders(ddp, options, TextBatcher, &device, text)?;
     ddp.seed(&device, options.seed);
     let model = args.config().init(&device);

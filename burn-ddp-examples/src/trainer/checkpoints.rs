@@ -29,9 +29,10 @@ pub(super) struct Progress {
 impl Progress {
     /// Adds the losses of all ranks since the last call; returns the number of this rank's items. *Collective*.
     pub(super) fn add(&mut self, ddp: &Ddp, losses: &mut Losses) -> Result<u64> {
-        let (loss_sum, items) = std::mem::take(losses).total();
-        self.loss_sum += ddp.sum(loss_sum)?;
-        self.items += ddp.sum(items as f64)?;
+        let mut sum = ddp.exact_sums();
+        let items = std::mem::take(losses).add_to(&mut sum);
+        self.loss_sum += sum.sum()?;
+        self.items += ddp.sum(items)? as f64;
         Ok(items)
     }
 

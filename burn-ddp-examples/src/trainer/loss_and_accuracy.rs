@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use burn::prelude::*;
 use burn_ddp::data::EvalLoader;
-use burn_ddp::{Ddp, ReduceOp};
+use burn_ddp::{Ddp, ExactSums, ReduceOp};
 
 /// Losses of this rank's steps. They stay on the device and are read together, so that no step waits for the device.
 #[derive(Debug, Default)]
@@ -18,12 +18,13 @@ impl Losses {
         self.steps.push((loss.clone().inner(), items));
     }
 
-    /// Sum of the losses of all items, and their number. Waits for the device.
-    pub(crate) fn total(self) -> (f64, u64) {
-        let add = |(sum, count), (mean, items): (Tensor<1>, usize)| {
-            (sum + mean.into_scalar::<f64>() * items as f64, count + items as u64)
+    /// Adds the losses of all items to `sum`, and returns their number. Waits for the device.
+    pub(crate) fn add_to(self, sum: &mut ExactSums) -> u64 {
+        let add = |(mean, items): (Tensor<1>, usize)| {
+            sum.add(mean.into_scalar::<f64>(), items as f64);
+            items as u64
         };
-        self.steps.into_iter().fold((0.0, 0), add)
+        self.steps.into_iter().map(add).sum()
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Error, Result, anyhow, ensure};
+use burn_ddp::Ddp;
 use clap::Args;
 
 use super::schedule::Schedule;
@@ -19,7 +20,7 @@ pub struct Options {
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub epochs: usize,
 
-    /// Items per backward of each rank
+    /// Items per backward
     #[arg(long, default_value_t = 16, value_name = "ITEMS")]
     pub batch_size: usize,
 
@@ -47,7 +48,7 @@ pub struct Options {
 /// Options of the trainers with a loop of their own: mnist, resnet, alexnet and gpt.
 #[derive(Args, Debug, Clone)]
 pub struct LoopOptions {
-    /// Backwards per optimizer step; at the end of an epoch, backwards that do not fill a step are left out
+    /// Backwards of each rank per optimizer step; 1 x 8, 2 x 4, 4 x 2 and 8 x 1 ranks and backwards train the same bits
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub accumulate: usize,
 
@@ -86,6 +87,20 @@ impl LoopOptions {
     /// Refuses values that cannot work.
     pub fn check(&self) -> Result<()> {
         ensure!(self.accumulate > 0, "--accumulate 0: a step needs at least one backward");
+        Ok(())
+    }
+
+    /// Fixes the number of backwards per step over all ranks, before loaders are made: by `burnrun --logical-ranks`, or
+    /// as many for each rank as `--accumulate` says. *Collective*.
+    pub(crate) fn fix_step(&self, ddp: &Ddp) -> Result<()> {
+        match ddp.world().options().logical_ranks {
+            None => ddp.set_logical_ranks(self.accumulate * ddp.world_size())?,
+            Some(count) => ensure!(
+                self.accumulate == 1,
+                "--accumulate {}, but `--logical-ranks {count}` says how many backwards a step has",
+                self.accumulate
+            ),
+        }
         Ok(())
     }
 }

@@ -70,7 +70,7 @@ impl<T: Task> Training<'_, T> {
     /// with the same options.
     pub(crate) fn run(self) -> Result<T::Model> {
         let Training { ddp, options, task, sharding, train, test, .. } = self;
-        let &LoopOptions { accumulate, schedule, .. } = self.steps;
+        let schedule = self.steps.schedule;
         let shards = sharding == Sharding::Parameters;
         ensure!(
             !shards || test.num_items() >= ddp.world_size(),
@@ -78,45 +78,35 @@ impl<T: Task> Training<'_, T> {
             test.num_items(),
             ddp.world_size()
         );
-        let config = WrapConfig::new().with_accumulation(accumulate).with_sharding(sharding);
+        let config = WrapConfig::new().with_sharding(sharding);
         let mut model = ddp.wrap_with(self.model, &config)?;
         let mut optimizer = ddp.optimizer(self.optimizer, &model)?;
 
-        let steps_per_epoch = train.steps_per_epoch() / accumulate;
-        ensure!(
-            steps_per_epoch > 0,
-            "--accumulate {accumulate}: an epoch has {} backward(s), so no step would be made",
-            train.steps_per_epoch()
-        );
-        let (steps, backwards) = (options.epochs * steps_per_epoch, steps_per_epoch * accumulate);
-
-        let display = Display::new(ddp.is_main(), options.epochs, backwards);
+        let steps = options.epochs * train.steps_per_epoch();
+        let display = Display::new(ddp.is_main(), options.epochs, train.steps_per_epoch());
         let mut work = Work::default();
         let saves = Saves::new(ddp, self.steps)?;
         let mut progress = saves.load(&mut model, &mut optimizer, &train, options.epochs)?;
-        for epoch in train.epochs(0..options.epochs) {
+        for mut epoch in train.epochs(0..options.epochs) {
             let number = epoch.number();
-            // A loader resumed from the end of an epoch may begin with the batches that accumulation left out there.
-            if number < progress.epochs.len() {
-                continue;
-            }
-            let left = (epoch.len() - epoch.step()) / accumulate * accumulate;
             display.begin(number);
             let start = Instant::now();
             let mut losses = Losses::default();
-            for (backward, batch) in epoch.take(left).enumerate() {
+            while let Some(batch) = epoch.next() {
                 let (loss, items) = task.loss(&model, batch?, number);
-                losses.push(&loss, items);
+                // A rank may repeat an item that does not count, to stay in step with the others.
+                let counts = epoch.batch_items() > 0;
+                losses.push(&loss, if counts { items } else { 0 });
                 // In the last backward of a step: the mean over all its items.
                 if let Some(grads) = ddp.backward(&loss, &model)? {
                     model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
                     progress.step += 1;
-                    if backward + 1 < left && saves.is_due(progress.step) {
+                    display.step();
+                    if epoch.step() < epoch.len() && saves.is_due(progress.step) {
                         work.items += progress.add(ddp, &mut losses)?;
                         saves.save(&progress, &model, &optimizer, &train)?;
                     }
                 }
-                display.step();
             }
             work.items += progress.add(ddp, &mut losses)?;
             let train_loss = progress.take_loss();
@@ -135,7 +125,7 @@ impl<T: Task> Training<'_, T> {
             ddp.save(&model, file)?;
         }
         let ranks = RankReport::gather(ddp, &model, Some(&optimizer), work)?;
-        let summary = Summary::new(ddp.engine(), train.items_per_step() * accumulate, &progress.epochs, &ranks);
+        let summary = Summary::new(ddp.engine(), train.items_per_step(), &progress.epochs, &ranks);
         display.finish(&summary.speed(T::ITEMS));
         summary.conclude(ddp, options.summary.as_deref())?;
         Ok(model)

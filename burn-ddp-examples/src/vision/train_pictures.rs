@@ -88,8 +88,9 @@ pub fn run<M: Classifier>(
     let PictureArgs { options, steps, pictures, .. } = args;
     let Source { data, classes, channels } = picture_source::load(ddp, pictures)?;
     let device = ddp.device()?;
+    steps.fix_step(ddp)?;
     let (train, test) = loaders(ddp, options, PictureBatcher, &device, data)?;
-    let items = (train.items_per_step() * steps.accumulate) as f64;
+    let items = train.items_per_step() as f64;
 
     let autodiff = device.clone().autodiff();
     ddp.seed(&autodiff, options.seed);

@@ -31,7 +31,7 @@ use crate::tensor_type::Shape;
 use crate::{DType, ReduceOp};
 
 /// Version of all protocols between ranks. Ranks of different versions refuse each other.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 
 /// Bytes of the fixed part of a header, in front of the call site.
 pub const PREFIX_BYTES: usize = 88;

@@ -41,6 +41,9 @@ pub struct WorldOptions {
     /// machines. 1 by default: more help on networks that limit the speed of each connection; on other networks they
     /// compete with each other.
     pub flows: u8,
+    /// Number of logical ranks: the micro-batches of a training step over all ranks, however many those are. `None`,
+    /// the default: a program may set it later. This crate only compares it between the ranks.
+    pub logical_ranks: Option<usize>,
     /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
     pub timeline: Option<PathBuf>,
     /// Names and values of further settings that must be the same on all ranks, which compare them when they join.
@@ -69,6 +72,7 @@ impl Default for WorldOptions {
             engine: None,
             encrypt_data: false,
             flows: 1,
+            logical_ranks: None,
             timeline: None,
             config: Vec::new(),
         }
@@ -79,7 +83,7 @@ impl WorldOptions {
     /// The defaults, changed by the environment variables `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`,
     /// `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_STALL` (seconds, fractions allowed),
     /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`), `BURN_DDP_ENCRYPT` (`data` or
-    /// `none`), `BURN_DDP_FLOWS` (a number) and `BURN_DDP_TIMELINE` (a file).
+    /// `none`), `BURN_DDP_FLOWS` and `BURN_DDP_LOGICAL_RANKS` (numbers) and `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors
     /// [`Error::Environment`] if the value of a variable cannot be parsed or is out of range, a peer timeout is no more
@@ -139,6 +143,7 @@ impl WorldOptions {
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
         options.encrypt_data = encrypt_data(lookup)?;
         options.flows = flows(lookup)?.unwrap_or(options.flows);
+        options.logical_ranks = logical_ranks(lookup)?;
         options.timeline = lookup("BURN_DDP_TIMELINE").map(PathBuf::from);
         options.check()?;
         Ok(options)
@@ -201,6 +206,14 @@ fn flows(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<u8>> {
     Ok(Some(number))
 }
 
+fn logical_ranks(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<usize>> {
+    let Some(text) = lookup("BURN_DDP_LOGICAL_RANKS") else { return Ok(None) };
+    let number = text.trim().parse().ok().filter(|count| *count > 0).ok_or_else(|| {
+        Error::environment(format!("BURN_DDP_LOGICAL_RANKS={text:?} is not a number of micro-batches of a step"))
+    })?;
+    Ok(Some(number))
+}
+
 fn seconds(name: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Duration>> {
     let Some(text) = lookup(name) else {
         return Ok(None);
@@ -238,6 +251,7 @@ mod tests {
             ("BURN_DDP_ENGINE", "tcp"),
             ("BURN_DDP_ENCRYPT", "data"),
             ("BURN_DDP_FLOWS", "8"),
+            ("BURN_DDP_LOGICAL_RANKS", "12"),
             ("BURN_DDP_TIMELINE", "trace.json"),
         ]);
         let expected = WorldOptions {
@@ -250,6 +264,7 @@ mod tests {
             engine: Some(EngineChoice::Tcp),
             encrypt_data: true,
             flows: 8,
+            logical_ranks: Some(12),
             timeline: Some("trace.json".into()),
             config: Vec::new(),
         };
@@ -264,6 +279,7 @@ mod tests {
             (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
             (&[("BURN_DDP_ENGINE", "gloo")], "is not an engine"),
             (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
+            (&[("BURN_DDP_LOGICAL_RANKS", "0")], "is not a number of micro-batches"),
             (&[("BURN_DDP_FLOWS", "0")], "1 to 64 are possible"),
             (&[("BURN_DDP_FLOWS", "many")], "from 1 to 64"),
             (&[("BURN_DDP_ENCRYPT", "all")], "neither \"data\" nor \"none\""),

@@ -1,7 +1,7 @@
 //! Operators with which NCCL combines elements.
 
 use burn_ddp_comm::engine::checked_weights;
-use burn_ddp_comm::{Call, DType, ReduceOp, Result};
+use burn_ddp_comm::{Call, Collective, DType, ReduceOp, Result};
 
 /// Operator of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,6 +31,9 @@ impl Part {
             return Ok(Part { dtype, op: NcclOp::Builtin(op), absent: false });
         }
         let weights = checked_weights(call, weights)?;
+        if call.info.collective == Collective::AllReduceLeaves {
+            return Ok(Part { dtype, op: NcclOp::PreMulSum(1.0 / weights.iter().sum::<f64>()), absent: false });
+        }
         if weights.iter().all(|weight| *weight == weights[0]) {
             return Ok(Part { dtype, op: NcclOp::Builtin(ReduceOp::Mean), absent: false });
         }

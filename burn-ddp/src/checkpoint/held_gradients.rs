@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Bytes, DType as BurnDType, Device, TensorData};
-use burn_ddp_comm::{DType, ProcessGroup};
+use burn_ddp_comm::{DType, LogicalRanks, ProcessGroup};
 
 use crate::file_failure::FileFailure;
-use crate::gradients::{HeldBatches, Sum};
+use crate::gradients::{HeldBatches, HeldLeaves, Sum, sum_dtype};
 use crate::intercept::WrappedModel;
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::burnpack_tensors::{StoredTensor, tensors};
@@ -42,8 +42,10 @@ pub(super) struct HeldTensor {
 }
 
 enum HeldKind {
-    /// The sum of the gradients of a slot.
-    Sum(usize),
+    /// The sum of the gradients of a slot, with logical ranks from a leaf on.
+    Sum { slot: usize, leaf: usize },
+    /// Weighted sums of running statistics from a leaf on: those of the `nth` dtype.
+    LeafStatistics { nth: usize, leaf: usize, dtype: DType, len: usize },
     /// A running statistic: its number among those of the model, its path, its dtype and shape, and its value on the
     /// rank that has it.
     Statistic { number: usize, path: String, dtype: BurnDType, dims: Vec<usize>, value: Option<TensorData> },
@@ -68,7 +70,7 @@ pub(super) fn warn_of_copies(saved: &[SavedWrapped]) {
     let has = |model| saved.iter().any(|saved| saved.is_trained && Arc::ptr_eq(model, &saved.model));
     for SavedWrapped { file, model, .. } in saved.iter().filter(|saved| !has(&saved.model)) {
         let (batches, sums) = model.held();
-        if !sums.is_empty() {
+        if !sums.gradients.is_empty() {
             tracing::warn!(
                 target: "burn_ddp::checkpoint",
                 "the checkpoint has a copy that is not trained ({file}), and not the gradients of {} micro-batch(es) \
@@ -95,10 +97,16 @@ pub(super) fn of(group: &ProcessGroup, models: &[Arc<WrappedModel>]) -> Result<O
     }
     let mut held = HeldGradients { batches: vec![Vec::new(); models.len()], tensors: Vec::new() };
     for (holder, of_rank) in all.into_iter().enumerate() {
-        for (nth, (((batches, slots), _), model)) in of_rank.into_iter().zip(models).enumerate() {
+        for (nth, (((batches, sums), _), model)) in of_rank.into_iter().zip(models).enumerate() {
             held.batches[nth].push(batches);
             let tensor = |kind| HeldTensor { model: model.clone(), nth, holder, rank: group.rank(), kind };
-            held.tensors.extend(slots.into_iter().map(HeldKind::Sum).map(tensor));
+            held.tensors
+                .extend(sums.gradients.into_iter().map(|(slot, leaf)| HeldKind::Sum { slot, leaf }).map(tensor));
+            let of_leaves = sums.statistics.into_iter().filter_map(|(number, leaf)| {
+                let (dtype, len) = model.like_leaf_statistics(number)?;
+                Some(HeldKind::LeafStatistics { nth: number, leaf, dtype, len })
+            });
+            held.tensors.extend(of_leaves.map(tensor));
             if !differing[nth] {
                 continue;
             }
@@ -112,27 +120,41 @@ pub(super) fn of(group: &ProcessGroup, models: &[Arc<WrappedModel>]) -> Result<O
     Ok(Some(held))
 }
 
-/// Type of the sums of a slot.
-fn sum_dtype(model: &WrappedModel, slot: usize) -> DType {
-    match model.slots[slot].dtype {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    }
-}
-
 impl HeldTensor {
     fn name(&self) -> String {
         let path = match &self.kind {
-            HeldKind::Sum(slot) => &self.model.slots[*slot].path,
+            HeldKind::Sum { slot, leaf } => {
+                return name_of(self.nth, self.holder, Some(*leaf), &self.model.slots[*slot].path);
+            }
             HeldKind::Statistic { path, .. } => path,
+            HeldKind::LeafStatistics { nth, leaf, .. } => {
+                return name_of(self.nth, self.holder, Some(*leaf), &format!("{STATISTICS}{nth}"));
+            }
         };
-        name_of(self.nth, self.holder, path)
+        name_of(self.nth, self.holder, None, path)
     }
 
     fn like(&self) -> (BurnDType, Vec<usize>) {
         match &self.kind {
-            HeldKind::Sum(slot) => (burn_dtype(sum_dtype(&self.model, *slot)), self.model.slots[*slot].dims.clone()),
+            HeldKind::Sum { slot, .. } => {
+                (burn_dtype(sum_dtype(self.model.slots[*slot].dtype)), self.model.slots[*slot].dims.clone())
+            }
+            HeldKind::LeafStatistics { dtype, len, .. } => (burn_dtype(*dtype), vec![*len]),
             HeldKind::Statistic { dtype, dims, .. } => (*dtype, dims.clone()),
+        }
+    }
+
+    /// The rank of a world that gets the tensor: the one of its first leaf, if it has one.
+    fn receiver(&self, world: usize) -> usize {
+        let leaf = match &self.kind {
+            HeldKind::Sum { leaf, .. } | HeldKind::LeafStatistics { leaf, .. } => Some(*leaf),
+            HeldKind::Statistic { .. } => None,
+        };
+        match (self.model.leaves(), leaf) {
+            (Some(division), Some(leaf)) if division.ranks() == world => {
+                (0..world).find(|rank| division.of_rank(*rank).contains(&leaf)).unwrap_or_default()
+            }
+            _ => self.holder % world,
         }
     }
 
@@ -143,9 +165,13 @@ impl HeldTensor {
 
     fn read(&self) -> Result<Vec<u8>, String> {
         match &self.kind {
-            HeldKind::Sum(slot) => {
+            HeldKind::LeafStatistics { nth, leaf, .. } => {
+                let sum = self.model.leaf_statistics(*nth, *leaf);
+                Ok(sum.ok_or("the running statistics of a leaf are not held any more")?.bytes().to_vec())
+            }
+            HeldKind::Sum { slot, leaf } => {
                 let missing = || format!("the gradient of {} is not held any more", self.model.slots[*slot].path);
-                Ok(self.model.held_sum(*slot)?.ok_or_else(missing)?.bytes().to_vec())
+                Ok(self.model.held_sum(*slot, *leaf)?.ok_or_else(missing)?.bytes().to_vec())
             }
             HeldKind::Statistic { value, .. } => Ok(value.iter().flat_map(|value| value.as_bytes().to_vec()).collect()),
         }
@@ -155,8 +181,12 @@ impl HeldTensor {
     /// and returns true.
     fn take(self, bytes: &[u8], statistics: &mut [Vec<TensorData>]) -> bool {
         match self.kind {
-            HeldKind::Sum(slot) => {
-                self.model.add_held_sum(slot, Sum::from_bytes(sum_dtype(&self.model, slot), bytes));
+            HeldKind::Sum { slot, leaf } => {
+                self.model.add_held_sum(slot, leaf, Sum::from_bytes(sum_dtype(self.model.slots[slot].dtype), bytes));
+                false
+            }
+            HeldKind::LeafStatistics { nth, leaf, dtype, .. } => {
+                self.model.add_leaf_statistics(nth, leaf, Sum::from_bytes(dtype, bytes));
                 false
             }
             HeldKind::Statistic { number, dtype, dims, .. } => {
@@ -218,16 +248,23 @@ pub(super) fn file_of(model: &str) -> String {
     format!("{}held.bpk", model.trim_end_matches("model.bpk"))
 }
 
-/// Name of a tensor in the file.
-fn name_of(nth: usize, holder: usize, path: &str) -> String {
-    format!("{nth}/{holder}/{path}")
+/// Path of the running statistics of leaves, in front of the number of their dtype. No parameter has a path like it.
+const STATISTICS: &str = "/statistics/";
+
+/// Name of a tensor in the file. Leaf 0, the only one without logical ranks, is left out.
+fn name_of(nth: usize, holder: usize, leaf: Option<usize>, path: &str) -> String {
+    match leaf.filter(|leaf| *leaf > 0) {
+        Some(leaf) => format!("{nth}/{holder}@{leaf}/{path}"),
+        None => format!("{nth}/{holder}/{path}"),
+    }
 }
 
-/// Model, rank and path in the name of a tensor.
-fn parts_of(name: &str) -> Option<(usize, usize, &str)> {
+/// Model, rank, leaf and path in the name of a tensor.
+fn parts_of(name: &str) -> Option<(usize, usize, usize, &str)> {
     let (nth, rest) = name.split_once('/')?;
     let (holder, path) = rest.split_once('/')?;
-    Some((nth.parse().ok()?, holder.parse().ok()?, path))
+    let (holder, leaf) = holder.split_once('@').unwrap_or((holder, "0"));
+    Some((nth.parse().ok()?, holder.parse().ok()?, leaf.parse().ok()?, path))
 }
 
 /// Checks that these wrapped models can go on with the micro-batches of a checkpoint.
@@ -248,6 +285,16 @@ pub(super) fn check(models: &[Arc<WrappedModel>], batches: &[Vec<HeldBatches>]) 
         return Err(Error::invalid(format!("{what}, of {was} wrapped model(s), and this one has {is}")));
     }
     for (model, held) in models.iter().zip(batches) {
+        let of_leaves = held.iter().filter(|held| held.count > 0).map(|held| held.leaves.as_ref().map(|all| all.of));
+        let is = model.leaves().map(|division| division.count());
+        if let Some(was) = of_leaves.into_iter().find(|was| *was != is) {
+            let spoken = |count: Option<usize>| count.map_or("no".to_owned(), |count| count.to_string());
+            return Err(Error::invalid(format!(
+                "{what}, with {} logical ranks, and the model was wrapped with {}",
+                spoken(was),
+                spoken(is)
+            )));
+        }
         let of_sums = held.iter().filter(|held| held.count > 0).map(|held| held.reduction);
         if let Some(other) = of_sums.into_iter().find(|other| *other != model.reduction()) {
             let is = model.reduction();
@@ -282,14 +329,14 @@ pub(super) fn load(
     let tensors = agreement::on_outcome(group, "load gradients of micro-batches", tensors)?;
     let (rank, world) = (group.rank(), group.world_size());
     for (model, held) in models.iter().zip(batches) {
-        match of_rank(held, rank, world) {
+        match of_rank(held, rank, world, model.leaves()) {
             HeldBatches { count: 0, .. } => model.discard_for_load(),
             held => model.restore_held(held),
         }
     }
     let mut loads_statistics = vec![false; models.len()];
     let is_loaded = |tensor: &HeldTensor| match tensor.kind {
-        HeldKind::Sum(_) => true,
+        HeldKind::Sum { .. } | HeldKind::LeafStatistics { .. } => true,
         HeldKind::Statistic { .. } => batches[tensor.nth].len() == world,
     };
     let mut tensors = names.iter().zip(tensors).filter(|(_, tensor)| is_loaded(tensor)).peekable();
@@ -314,7 +361,7 @@ pub(super) fn load(
             Ok(())
         })?;
         for ((_, tensor), mut bytes) in run.into_iter().zip(read) {
-            let to = tensor.holder % world;
+            let to = tensor.receiver(world);
             if rank == 0 && to > 0 {
                 group.send_bytes(DType::U8, &bytes, to)?;
             } else if rank == to && to > 0 {
@@ -349,12 +396,17 @@ fn find(
 ) -> Result<HeldTensor> {
     let unknown =
         || Error::invalid(format!("{name} is of no parameter or shared running statistic of the wrapped model"));
-    let (nth, holder, path) = parts_of(name).ok_or_else(unknown)?;
+    let (nth, holder, leaf, path) = parts_of(name).ok_or_else(unknown)?;
     let model = models.get(nth).ok_or_else(unknown)?.clone();
     let [slots, numbers] = &places[nth];
-    let kind = match slots.get(path) {
-        Some(slot) => HeldKind::Sum(*slot),
-        None => {
+    let of_leaf = path.strip_prefix(STATISTICS).and_then(|nth| nth.parse().ok());
+    let kind = match (slots.get(path), of_leaf) {
+        (_, Some(nth)) => {
+            let (dtype, len) = model.like_leaf_statistics(nth).ok_or_else(unknown)?;
+            HeldKind::LeafStatistics { nth, leaf, dtype, len }
+        }
+        (Some(slot), _) => HeldKind::Sum { slot: *slot, leaf },
+        (None, None) => {
             let number = *numbers.get(path).ok_or_else(unknown)?;
             let value = statistics[nth].get(number).ok_or_else(unknown)?;
             let (dtype, dims) = (value.dtype(), value.shape().to_vec());
@@ -364,15 +416,24 @@ fn find(
     Ok(HeldTensor { model, nth, holder, rank: 0, kind })
 }
 
-/// The micro-batches of one rank of `world`, from those of the ranks of a checkpoint.
-fn of_rank(held: &[HeldBatches], rank: usize, world: usize) -> HeldBatches {
+/// The micro-batches of one rank of `world`, from those of the ranks of a checkpoint. `leaves` are those of the model.
+fn of_rank(held: &[HeldBatches], rank: usize, world: usize, leaves: Option<LogicalRanks>) -> HeldBatches {
     if held.len() == world {
-        return held[rank];
+        return held[rank].clone();
     }
     // All ranks must have the same count, or a step would end on some of them earlier than on the others.
     let count = held.iter().map(|held| held.count).max().unwrap_or_default();
-    let items = held.iter().skip(rank).step_by(world).map(|held| held.items).sum();
-    HeldBatches { count, items, reduction: held[0].reduction }
+    let reduction = held[0].reduction;
+    let Some(division) = leaves else {
+        let items = held.iter().skip(rank).step_by(world).map(|held| held.items).sum();
+        return HeldBatches { count, items, reduction, leaves: None };
+    };
+    let (own, all) = (division.of_rank(rank), held.iter().filter_map(|held| held.leaves.as_ref()));
+    let done = all.clone().flat_map(|leaves| &leaves.done).copied().filter(|leaf| own.contains(leaf)).collect();
+    let weights = all.flat_map(|leaves| &leaves.weights).copied().filter(|(leaf, _)| own.contains(leaf)).collect();
+    // Items in another order of additions count only where the engine adds in an order of its own, too.
+    let items = if rank == 0 { held.iter().map(|held| held.items).sum() } else { 0.0 };
+    HeldBatches { count, items, reduction, leaves: Some(HeldLeaves { of: division.count(), done, weights }) }
 }
 
 #[cfg(test)]
@@ -382,9 +443,9 @@ mod tests {
 
     #[test]
     fn micro_batches_of_any_world_are_those_of_another() {
-        let held = |count, items| HeldBatches { count, items, reduction: Mean };
+        let held = |count, items| HeldBatches { count, items, reduction: Mean, leaves: None };
         let saved = [held(2, 1.0), held(2, 2.0), held(1, 4.0)];
-        let of_world = |world| (0..world).map(|rank| of_rank(&saved, rank, world)).collect::<Vec<_>>();
+        let of_world = |world| (0..world).map(|rank| of_rank(&saved, rank, world, None)).collect::<Vec<_>>();
         assert_eq!(of_world(1), [held(2, 7.0)]);
         assert_eq!(of_world(2), [held(2, 5.0), held(2, 2.0)]);
         assert_eq!(of_world(3), saved);
@@ -393,7 +454,10 @@ mod tests {
 
     #[test]
     fn names_are_read_back() {
-        assert_eq!(parts_of(&name_of(1, 12, "a/b.weight")), Some((1, 12, "a/b.weight")));
+        for leaf in [0, 7] {
+            assert_eq!(parts_of(&name_of(1, 12, Some(leaf), "a/b.weight")), Some((1, 12, leaf, "a/b.weight")));
+        }
+        assert_eq!(name_of(1, 12, None, "a"), "1/12/a");
         assert_eq!(parts_of("1/x"), None);
     }
 }

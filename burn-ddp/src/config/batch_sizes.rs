@@ -1,4 +1,4 @@
-//! Batch sizes of a job: `train_batch = micro_batch × accumulation × world`.
+//! Batch sizes of a job: `train_batch = micro_batch × logical ranks`, which the processes share.
 
 use super::DdpConfig;
 use crate::{Error, Result};
@@ -8,15 +8,17 @@ use crate::{Error, Result};
 pub struct BatchSizes {
     /// Items of all ranks per optimizer step.
     pub train: usize,
-    /// Items of one rank per backward.
+    /// Items of a backward.
     pub micro: usize,
-    /// Backwards per optimizer step.
+    /// Backwards of each rank per optimizer step.
     pub accumulation: usize,
 }
 
 impl DdpConfig {
-    /// The batch sizes of a job of `world_size` ranks, by DeepSpeed's rule `train_batch = micro_batch × accumulation ×
-    /// world`. A size that is not set follows from the others; the accumulation is 1 if it does not follow.
+    /// The batch sizes of a job of `world_size` ranks. With `train_batch` and `micro_batch` a step has `train_batch ÷
+    /// micro_batch` micro-batches, the [logical ranks](Self::logical_ranks) of the job, on any number of ranks up to
+    /// this one. Otherwise they follow from DeepSpeed's rule `train_batch = micro_batch × accumulation × world`; the
+    /// accumulation is 1 if it does not follow.
     ///
     /// # Errors
     ///
@@ -29,9 +31,11 @@ impl DdpConfig {
     /// let config = DdpConfig { train_batch: Some(128), micro_batch: Some(16), ..DdpConfig::default() };
     /// assert_eq!(config.batch(4)?, BatchSizes { train: 128, micro: 16, accumulation: 2 });
     ///
+    /// assert_eq!(config.batch(3)?.accumulation, 3); // 8 micro-batches on 3 ranks: 3, 3 and 2
+    ///
     /// let config = DdpConfig { wrap: WrapConfig::new().with_accumulation(2), ..config };
     /// let error = config.batch(3).unwrap_err().to_string();
-    /// assert_eq!(error, "train_batch 128 ≠ micro_batch 16 × accumulation 2 × world 3 = 96");
+    /// assert!(error.starts_with("train_batch 128 ÷ micro_batch 16 = 8 micro-batches are 3 on each of 3 ranks"));
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     pub fn batch(&self, world_size: usize) -> Result<BatchSizes> {
@@ -53,9 +57,22 @@ impl DdpConfig {
             Err(Error::invalid(format!("train_batch {train} does not divide by {what} × world {world} = {by}")))
         };
         let (train, micro, accumulation) = match (self.train_batch, self.micro_batch, self.wrap.accumulation()) {
-            (Some(train), Some(micro), Some(accumulation)) => (train, micro, accumulation),
-            (Some(train), Some(micro), None) => {
-                (train, micro, divide(train, &format!("micro_batch {micro}"), &[micro, world])?)
+            (Some(train), Some(micro), accumulation) => {
+                let leaves = self.leaves(train, micro)?;
+                let each = leaves.div_ceil(world.max(1));
+                if world == 0 || leaves < world {
+                    return Err(Error::invalid(format!(
+                        "train_batch {train} ÷ micro_batch {micro} = {leaves} micro-batches for {world} ranks: each \
+                        needs one at least"
+                    )));
+                }
+                if let Some(k) = accumulation.filter(|k| *k != each) {
+                    return Err(Error::invalid(format!(
+                        "train_batch {train} ÷ micro_batch {micro} = {leaves} micro-batches are {each} on each of \
+                        {world} ranks, and not the accumulation {k}: leave the accumulation out"
+                    )));
+                }
+                return Ok(BatchSizes { train, micro, accumulation: each });
             }
             (Some(train), None, accumulation) => {
                 let k = accumulation.unwrap_or(1);
@@ -74,5 +91,34 @@ impl DdpConfig {
             )));
         }
         Ok(BatchSizes { train, micro, accumulation })
+    }
+
+    /// Number of logical ranks that the file asks for, `train_batch ÷ micro_batch`: see
+    /// [`Ddp::set_logical_ranks`](crate::Ddp::set_logical_ranks). `None` unless it sets both. A job that joins with its
+    /// [`options`](Self::options) has them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the micro-batch does not divide the batch.
+    ///
+    /// ```
+    /// use burn_ddp::DdpConfig;
+    ///
+    /// let config = DdpConfig { train_batch: Some(128), micro_batch: Some(16), ..DdpConfig::default() };
+    /// assert_eq!(config.logical_ranks()?, Some(8));
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn logical_ranks(&self) -> Result<Option<usize>> {
+        match (self.train_batch, self.micro_batch) {
+            (Some(train), Some(micro)) => self.leaves(train, micro).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn leaves(&self, train: usize, micro: usize) -> Result<usize> {
+        match micro > 0 && train > 0 && train.is_multiple_of(micro) {
+            true => Ok(train / micro),
+            false => Err(Error::invalid(format!("train_batch {train} does not divide by micro_batch {micro}"))),
+        }
     }
 }

@@ -33,7 +33,7 @@ pub use sections::{CheckpointSettings, DataSettings, JobSettings};
 /// # let path = dir.path().join("train.toml");
 /// std::fs::write(&path, r#"
 ///     train_batch = 16              # items of all ranks per optimizer step
-///     micro_batch = 4               # items of one rank per backward; the accumulation follows
+///     micro_batch = 4               # items per backward: a step has 4 of them, on any number of ranks
 ///
 ///     [job]
 ///     timeout = 60                  # seconds
@@ -73,7 +73,7 @@ pub struct DdpConfig {
     /// Items of all ranks per optimizer step. See [`DdpConfig::batch`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub train_batch: Option<usize>,
-    /// Items of one rank per backward.
+    /// Items per backward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
     /// Seed for [`Ddp::seed`].
@@ -130,24 +130,35 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. With them the ranks compare their batch
+    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment, and the number of [logical
+    /// ranks](Self::logical_ranks). With them the ranks compare their batch
     /// sizes, seeds, `[wrap]` and `data.shuffle` when they join; a difference is an error that names the ranks and both
     /// values.
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a variable or a setting is invalid.
+    /// [`Error::Comm`] if a variable or a setting is invalid; [`Error::Invalid`] if `train_batch` does not divide by
+    /// `micro_batch`, or a variable sets another number of logical ranks.
     pub fn options(&self) -> Result<WorldOptions> {
         self.options_over(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
     fn options_over(&self, environment: &dyn Fn(&str) -> Option<String>) -> Result<WorldOptions> {
         let options = WorldOptions::from_lookup(&|name| environment(name).or_else(|| self.job.variable(name)))?;
-        Ok(WorldOptions { config: self.shared(), ..options })
+        let logical_ranks = match (options.logical_ranks, self.logical_ranks()?) {
+            (Some(given), Some(count)) if given != count => {
+                return Err(Error::invalid(format!(
+                    "{given} logical ranks (BURN_DDP_LOGICAL_RANKS), but train_batch ÷ micro_batch = {count}"
+                )));
+            }
+            (given, of_file) => given.or(of_file),
+        };
+        Ok(WorldOptions { config: self.shared(), logical_ranks, ..options })
     }
 
     /// Settings for [`Ddp::wrap_with`]: `[wrap]`, with the accumulation that follows from the [batch
-    /// sizes](Self::batch).
+    /// sizes](Self::batch). With both batch sizes `wrap` needs a job that was joined with the file's
+    /// [`options`](Self::options), and so has its logical ranks.
     ///
     /// # Errors
     ///
@@ -158,22 +169,26 @@ impl DdpConfig {
     /// ```
     /// use burn_ddp::{DdpConfig, WrapConfig};
     ///
-    /// let config = DdpConfig { train_batch: Some(32), micro_batch: Some(4), ..DdpConfig::default() };
-    /// assert_eq!(config.wrap_config(2)?, WrapConfig::new().with_accumulation(4)); // 2 ranks, 4 items, 4 times
+    /// let config = DdpConfig { micro_batch: Some(4), wrap: WrapConfig::new().with_accumulation(2),
+    /// ..DdpConfig::default() }; assert_eq!(config.wrap_config(3)?, WrapConfig::new().with_accumulation(2));
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     pub fn wrap_config(&self, world_size: usize) -> Result<WrapConfig> {
         if self.train_batch.is_none() && self.micro_batch.is_none() {
             return Ok(self.wrap.clone());
         }
-        Ok(self.wrap.clone().with_accumulation(self.batch(world_size)?.accumulation))
+        let accumulation = self.batch(world_size)?.accumulation;
+        let mut wrap = self.wrap.clone().with_accumulation(accumulation);
+        wrap.logical_ranks = self.logical_ranks()?;
+        Ok(wrap)
     }
 
     /// [`Ddp::loader`] with the micro-batch, the shuffling and the workers of the file.
     ///
     /// # Errors
     ///
-    /// Those of [`DdpConfig::batch`].
+    /// Those of [`DdpConfig::batch`]; [`Error::Invalid`] if the job has not the logical ranks of the file, because it
+    /// was not joined with its [`options`](Self::options).
     pub fn loader<I, O, B>(&self, ddp: &Ddp, batcher: B) -> Result<LoaderBuilder<I, O>>
     where
         I: 'static,
@@ -181,6 +196,13 @@ impl DdpConfig {
         B: Batcher<I, O> + 'static,
     {
         let micro = self.batch(ddp.world_size())?.micro;
+        if let Some(count) = self.logical_ranks()?.filter(|count| *count != ddp.logical_ranks()) {
+            return Err(Error::invalid(format!(
+                "the config asks for {count} logical ranks (train_batch ÷ micro_batch), and the job has {}: join with \
+                `Ddp::init_with(config.options()?)`",
+                ddp.logical_ranks()
+            )));
+        }
         let loader = ddp.loader(batcher).batch_size(micro).num_workers(self.data.workers);
         Ok(self.data.shuffle.into_iter().fold(loader, LoaderBuilder::shuffle))
     }
@@ -197,6 +219,7 @@ impl DdpConfig {
             return zero("checkpoint.every");
         }
         self.wrap.check()?;
+        self.logical_ranks()?;
         self.options_over(&|_| None).map(drop).map_err(|e| Error::invalid(format!("[job] cannot be: {e}")))
     }
 

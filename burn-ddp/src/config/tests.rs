@@ -178,6 +178,9 @@ fn the_missing_size_follows_and_what_does_not_fit_is_refused() {
     for (train, micro, accumulation, world, expected) in [
         (96, 16, 2, 3, (96, 16, 2)),
         (96, 16, 0, 3, (96, 16, 2)),
+        (128, 16, 3, 3, (128, 16, 3)),
+        (128, 16, 0, 3, (128, 16, 3)),
+        (128, 16, 0, 8, (128, 16, 1)),
         (96, 0, 2, 3, (96, 16, 2)),
         (0, 16, 2, 3, (96, 16, 2)),
         (96, 0, 0, 3, (96, 32, 1)),
@@ -186,8 +189,9 @@ fn the_missing_size_follows_and_what_does_not_fit_is_refused() {
         assert_eq!(of(train, micro, accumulation, world), Ok(expected));
     }
     for (train, micro, accumulation, world, reason) in [
-        (128, 16, 2, 3, "train_batch 128 ≠ micro_batch 16 × accumulation 2 × world 3 = 96"),
-        (128, 16, 0, 3, "train_batch 128 does not divide by micro_batch 16 × world 3 = 48"),
+        (128, 16, 2, 3, "8 micro-batches are 3 on each of 3 ranks, and not the accumulation 2"),
+        (128, 24, 0, 3, "train_batch 128 does not divide by micro_batch 24"),
+        (128, 16, 0, 9, "8 micro-batches for 9 ranks: each needs one at least"),
         (128, 0, 2, 3, "train_batch 128 does not divide by accumulation 2 × world 3 = 6"),
         (128, 0, 0, 3, "train_batch 128 does not divide by accumulation 1 × world 3 = 3"),
         (0, 0, 2, 3, "the config says neither train_batch nor micro_batch"),
@@ -253,9 +257,11 @@ fn any_config() -> impl Strategy<Value = DdpConfig> {
     let data = (0_usize..64, maybe(number())).prop_map(|(workers, shuffle)| DataSettings { workers, shuffle });
     let checkpoint = ("[a-z/ \"\\\\]{1,12}", 1_u64..1000, count());
     let checkpoint = checkpoint.prop_map(|(dir, every, keep)| CheckpointSettings { dir: dir.into(), every, keep });
-    let sizes = (count(), count(), maybe(number()));
+    // A batch of whole micro-batches, if both are set.
+    let batch = |(train, micro): (Option<usize>, Option<usize>)| (train.map(|train| train * micro.unwrap_or(1)), micro);
+    let sizes = ((maybe(1_usize..1000), count()).prop_map(batch), maybe(number()));
     (sizes, job, wrap, data, maybe(checkpoint)).prop_map(
-        |((train_batch, micro_batch, seed), job, wrap, data, checkpoint)| DdpConfig {
+        |(((train_batch, micro_batch), seed), job, wrap, data, checkpoint)| DdpConfig {
             train_batch,
             micro_batch,
             seed,

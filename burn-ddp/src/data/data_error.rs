@@ -20,8 +20,8 @@ pub enum DataError {
     EmptyDataset,
     /// A training step must give every rank at least one item.
     #[error(
-        "the dataset has {items} item(s) for {world} ranks, but each rank needs one in every step: \
-         start at most {items} rank(s), or use more data"
+        "the dataset has {items} item(s) for {world} ranks (or logical ranks), but each needs one in every step: \
+         start at most {items}, or use more data"
     )]
     DatasetTooSmall {
         /// Items in the dataset.

@@ -7,11 +7,13 @@ use std::time::Instant;
 use burn_ddp_comm::{Progress, Track};
 
 use super::batch_stream::BatchStream;
+use super::deal::{Deal, Place};
 use super::epoch_cursor::EpochCursor;
+use super::epoch_order::OrderDigest;
 use super::prefetch::BatchList;
 use super::{DataError, EpochPlan, ShardedLoader};
-use crate::Ddp;
 use crate::batch_weight::{LoaderBatch, Step};
+use crate::{Ddp, agreement};
 
 impl<O: Send + 'static> ShardedLoader<O> {
     /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must pass the same numbers.
@@ -73,25 +75,44 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     fn begin(&self, cursor: &mut EpochCursor, number: usize) -> Epoch<O> {
-        let plan = self.plan_from(&cursor.begin(number));
-        Epoch::new(self.clone(), number, cursor.repeats(), plan)
+        let position = cursor.begin(number);
+        let plan = self.plan_from(&position);
+        Epoch::new(self.clone(), (number, cursor.repeats()), plan, Deal::new(plan, self.run(), position.part))
     }
 
-    /// This rank's batches of the epoch `number`, as `plan` cuts it.
-    fn batch_list(&self, number: usize, repeats: u32, plan: EpochPlan) -> Result<BatchList, DataError> {
-        let (rank, first) = (self.ddp().rank(), self.order().first());
-        let Some((order, digest)) = self.order().indices(number)? else {
-            let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
-            return Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) });
+    /// Compares what the ranks' samplers have drawn for an epoch. *Collective* with a sampler.
+    fn compare_orders(&self, drawn: &Result<Option<(Vec<usize>, OrderDigest)>, DataError>) -> Result<(), DataError> {
+        let Some(group) = self.order().group() else { return Ok(()) };
+        let text = match drawn {
+            Ok(drawn) => drawn.as_ref().map_or(String::new(), |(_, digest)| digest.to_string()),
+            Err(error) => error.to_string(),
+        };
+        let settings = vec![("the order of the items".to_string(), text)];
+        match agreement::on_settings(group, &settings)? {
+            Some(difference) => Err(DataError::LoadersDiffer { loader: format!("loader {}", self.id()), difference }),
+            None => Ok(()),
+        }
+    }
+
+    /// The batches of `deal` in the epoch `number`.
+    fn batch_list(&self, number: usize, repeats: u32, deal: Deal) -> Result<BatchList, DataError> {
+        let (batches, first) = (deal.len(), self.order().first());
+        let drawn = self.order().indices(number);
+        self.compare_orders(&drawn)?;
+        let Some((order, digest)) = drawn? else {
+            let indices = move |batch| deal.loads(batch).map(|position| first + position).collect();
+            return Ok(BatchList { batches, indices: Arc::new(indices) });
         };
         self.cursor().note_order(number, repeats, digest);
         // Only this rank's part of the order is kept.
-        let own: Vec<usize> =
-            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| order[position]).collect();
-        // All steps but the last have as many items as the first.
-        let before = move |step: usize| step * plan.loads(0, rank).len();
-        let indices = move |step| own[before(step)..before(step) + plan.loads(step, rank).len()].to_vec();
-        Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) })
+        let (mut own, mut ends) = (Vec::new(), Vec::with_capacity(batches));
+        for batch in 0..batches {
+            own.extend(deal.loads(batch).map(|position| order[position]));
+            ends.push(own.len());
+        }
+        let indices =
+            move |batch: usize| own[batch.checked_sub(1).map_or(0, |before| ends[before])..ends[batch]].to_vec();
+        Ok(BatchList { batches, indices: Arc::new(indices) })
     }
 }
 
@@ -161,11 +182,13 @@ pub struct Epoch<O: Send + 'static> {
     repeats: u32,
     /// The steps to take: those of the whole epoch, or those that an earlier run left.
     plan: EpochPlan,
+    /// This rank's batches of these steps.
+    deal: Deal,
     /// Steps that an earlier run took, converted to steps of the present size.
     before: usize,
-    /// Steps of `plan` that were asked for, and their batches.
+    /// Batches that were asked for.
     batches: BatchStream<O>,
-    /// Number of the last step of `plan` whose batch was handed out, from 1.
+    /// Number of the last batch that was handed out, from 1.
     reached: usize,
     /// The error of the step that was asked for last.
     failure: Option<String>,
@@ -176,10 +199,10 @@ pub struct Epoch<O: Send + 'static> {
 }
 
 impl<O: Send + 'static> Epoch<O> {
-    fn new(loader: ShardedLoader<O>, number: usize, repeats: u32, plan: EpochPlan) -> Self {
+    fn new(loader: ShardedLoader<O>, (number, repeats): (usize, u32), plan: EpochPlan, deal: Deal) -> Self {
         let (before, batches) = (plan.consumed() / plan.global_batch(), BatchStream::new(loader.pool().clone()));
         let (reached, failure, over, job_over) = (0, None, false, false);
-        Self { loader, number, repeats, plan, before, batches, reached, failure, over, job_over }
+        Self { loader, number, repeats, plan, deal, before, batches, reached, failure, over, job_over }
     }
 
     /// The epoch's number, on which its order depends.
@@ -194,23 +217,34 @@ impl<O: Send + 'static> Epoch<O> {
         self.before + self.plan.steps()
     }
 
-    /// Steps that were taken so far, including those before a [resume](ShardedLoader::resume).
+    /// Steps that were taken so far, including those before a [resume](ShardedLoader::resume). With [logical
+    /// ranks](crate::Ddp::set_logical_ranks) a step has several batches, and counts with its last one.
     pub fn step(&self) -> usize {
-        self.before + self.batches.taken()
+        self.before + self.last_place().map_or(0, |place| place.step + usize::from(place.ends_step))
+    }
+
+    /// The place of the batch that was asked for last.
+    fn last_place(&self) -> Option<Place> {
+        self.batches.taken().checked_sub(1).map(|batch| self.deal.at(batch))
     }
 
     /// Items of the batch that this rank took last; 0 before the first batch. They are the weight of its backwards,
     /// unless [`weigh`](super::LoaderBuilder::weigh) gives another: see [`Ddp::batch_items`](crate::Ddp::batch_items).
     pub fn batch_items(&self) -> usize {
         let taken = self.batches.taken();
-        taken.checked_sub(1).map_or(0, |step| self.plan.share(step, self.loader.ddp().rank()).len())
+        taken.checked_sub(1).map_or(0, |batch| self.deal.items(batch))
     }
 
     /// Items of this epoch that all ranks have taken, and all its items.
     pub(super) fn progress_in_items(&self) -> (usize, usize) {
-        let processed = match self.batches.taken() {
-            0 => self.plan.consumed(),
-            taken => self.plan.step(taken - 1).end,
+        let processed = match self.last_place() {
+            None => self.plan.consumed(),
+            Some(Place { step, ends_step: true, .. }) => self.plan.step(step).end,
+            // The items before the next leaf, as if all ranks were as far in the step as this one.
+            Some(Place { step, leaf, .. }) => {
+                let (all, run) = (self.plan.step(step), self.loader.run().leaves());
+                all.start + (all.len() - 1) * (leaf + 1 - run.start) / run.len()
+            }
         };
         (processed, self.plan.items())
     }
@@ -226,7 +260,12 @@ impl<O: Send + 'static> Epoch<O> {
         Track::Batches { group, loader: self.loader.id(), run: self.repeats }
     }
 
-    /// This rank's progress once it has taken `steps` steps of the epoch.
+    /// Batches of the steps before the first one of this run. All ranks have equally many.
+    fn batches_before(&self) -> usize {
+        self.before * self.deal.in_step()
+    }
+
+    /// This rank's progress once it has taken so many batches of the epoch.
     fn at(&self, steps: usize) -> Result<Progress, DataError> {
         let too_large = || DataError::EpochTooLarge { epoch: self.number };
         let epoch = u32::try_from(self.ordinal()).map_err(|_| too_large())?;
@@ -235,18 +274,20 @@ impl<O: Send + 'static> Epoch<O> {
     }
 
     fn take_next(&mut self) -> Result<O, DataError> {
-        let (loader, number, plan, step) = (&self.loader, self.number, self.plan, self.batches.taken());
+        let (loader, number, plan, nth_batch) = (&self.loader, self.number, self.plan, self.batches.taken());
+        let place @ Place { step, ends_step, .. } = self.deal.at(nth_batch);
         let (ddp, id, nth, steps) = (loader.ddp(), loader.id(), self.before + step + 1, self.len());
-        let (track, at) = (self.track(), self.at(nth)?);
-        let list = || loader.batch_list(number, self.repeats, plan);
+        let (track, at) = (self.track(), self.at(self.batches_before() + nth_batch + 1)?);
+        let list = || loader.batch_list(number, self.repeats, self.deal.clone());
         let epoch = self.ordinal();
         let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.world().rank());
         let batch = self.batches.take(ddp.world(), list, name)?;
-        let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
+        let weight = loader.weight(&batch, self.deal.items(nth_batch), name)?;
         // Only after loading, since a rank that could not load a step must not count as having reached it.
         ddp.world().advance(track, at)?;
-        let last = step + 1 == plan.steps();
-        let forgotten = ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
+        let (last, logical) = (ends_step && step + 1 == plan.steps(), loader.leaf(place, number, nth));
+        let batch_of = LoaderBatch { step: Step { track, at }, weight, last, leaf: logical };
+        let forgotten = ddp.state().batch_weight.note_batch(batch_of);
         if forgotten && ddp.is_main() && ddp.world_size() > 1 {
             tracing::warn!(
                 target: "burn_ddp::data",
@@ -257,16 +298,18 @@ impl<O: Send + 'static> Epoch<O> {
         let Range { start, end } = plan.step(step);
         // After the last step no item is left, though some may have been dropped.
         let end = if last { plan.items() } else { end };
-        loader.cursor().consume(number, self.repeats, end, plan.items());
-        ddp.state().seed_batch(id, number, start);
-        self.reached = step + 1;
+        let consumed = if ends_step { (end, None) } else { (start, self.deal.part_with(place)) };
+        loader.cursor().consume(number, self.repeats, consumed, plan.items());
+        ddp.state().seed_batch(logical.map(|leaf| leaf.leaf), id, number, start);
+        self.reached = nth_batch + 1;
         Ok(batch)
     }
 
     /// Tells the other ranks at which step this rank leaves the epoch. The message goes out with this rank's next call
     /// and not at once, since the program may be about to return an error, which is then the cause that all ranks get.
     fn announce(&self) {
-        let (Ok(begin), Ok(reached)) = (self.at(self.before), self.at(self.before + self.reached)) else { return };
+        let before = self.batches_before();
+        let (Ok(begin), Ok(reached)) = (self.at(before), self.at(before + self.reached)) else { return };
         let (id, steps) = (self.loader.id(), self.len());
         let name = match &self.failure {
             Some(failure) => format!("loader {id} ({failure})"),
@@ -302,11 +345,11 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
         if self.over {
             return None;
         }
-        if self.batches.taken() == self.plan.steps() {
+        if self.batches.taken() == self.deal.len() {
             self.over = true;
             self.failure = None; // The program continued after the failure, as all ranks must have agreed to.
             let items = self.plan.items();
-            self.loader.cursor().consume(self.number, self.repeats, items, items);
+            self.loader.cursor().consume(self.number, self.repeats, (items, None), items);
             self.batches.end();
             return None;
         }
@@ -324,7 +367,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = if self.over { 0 } else { self.plan.steps() - self.batches.taken() };
+        let left = if self.over { 0 } else { self.deal.len() - self.batches.taken() };
         // An error that concerns the job ends the epoch early.
         (left.min(1), Some(left))
     }
@@ -332,7 +375,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
 
 impl<O: Send + 'static> Drop for Epoch<O> {
     fn drop(&mut self) {
-        let complete = self.batches.taken() == self.plan.steps() && self.failure.is_none();
+        let complete = self.batches.taken() == self.deal.len() && self.failure.is_none();
         // A panic is announced by the world itself, with its cause.
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();

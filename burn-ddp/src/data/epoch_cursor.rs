@@ -1,5 +1,6 @@
 //! The place of a training loader: its position, and the epoch that it begins next.
 
+use super::deal::PartOfStep;
 use super::epoch_order::OrderDigest;
 use super::left_early::LeftEarly;
 use super::{EpochPlan, Position};
@@ -34,7 +35,7 @@ impl EpochCursor {
 
     /// The present epoch and its consumed items, to be saved in a checkpoint.
     pub(super) fn position(&self) -> Position {
-        self.position
+        self.position.clone()
     }
 
     /// The first epoch that `epochs` may begin: after a resume, the interrupted one.
@@ -53,7 +54,7 @@ impl EpochCursor {
             true => Position { left_early: None, ..position },
             false => Position { end: None, ..position },
         };
-        (self.next, self.position, self.resumed) = (position.epoch, position, true);
+        (self.next, self.position, self.resumed) = (position.epoch, position.clone(), true);
         position
     }
 
@@ -65,10 +66,12 @@ impl EpochCursor {
     /// Begins the epoch `number`. Returns the position from which it is read.
     pub(super) fn begin(&mut self, number: usize) -> Position {
         let goes_on = self.resumed && self.position.epoch == number;
-        self.position = if goes_on { self.position } else { self.beginning_of(number) };
+        if !goes_on {
+            self.position = self.beginning_of(number);
+        }
         self.repeats += u32::from(self.begun.is_some_and(|begun| number <= begun));
         (self.next, self.resumed, self.begun) = (number.saturating_add(1), false, Some(number));
-        self.position
+        self.position.clone()
     }
 
     /// The position at the beginning of `epoch`, for which the present epoch is left.
@@ -76,16 +79,28 @@ impl EpochCursor {
         let Position { epoch: left, consumed, left_early, .. } = self.position;
         let batches = if self.resumed { 0 } else { consumed / self.plan.global_batch() };
         let left_early = LeftEarly::note(left_early, left, batches, epoch);
-        Position { epoch, consumed: 0, end: None, left_early, ..self.position }
+        Position { epoch, consumed: 0, end: None, part: None, left_early, ..self.position.clone() }
     }
 
     /// Records that the first `consumed` of the `items` items of the epoch `number` were handed out. Ignored unless
-    /// that epoch was begun last, with this number of `repeats`.
-    pub(super) fn consume(&mut self, number: usize, repeats: u32, consumed: usize, items: usize) {
+    /// that epoch was begun last, with this number of `repeats`. `part` is the part of the next step that was, too.
+    pub(super) fn consume(
+        &mut self,
+        number: usize,
+        repeats: u32,
+        (consumed, part): (usize, Option<PartOfStep>),
+        items: usize,
+    ) {
         if self.is_present(number, repeats) {
             self.position = match consumed < items {
-                true => Position { epoch: number, consumed, end: self.plan.limited.then_some(items), ..self.position },
-                false => Position { epoch: self.next, consumed: 0, end: None, left_early: None, ..self.position },
+                true => {
+                    let end = self.plan.limited.then_some(items);
+                    Position { epoch: number, consumed, end, part, ..self.position.clone() }
+                }
+                false => {
+                    let epoch = self.next;
+                    Position { epoch, consumed: 0, end: None, part: None, left_early: None, ..self.position.clone() }
+                }
             };
         }
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn_ddp_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -17,6 +18,8 @@ pub(super) struct EpochOrder {
     first: usize,
     /// With a sampler: the digest of its first epoch.
     digest: OrderDigest,
+    /// Group in which the ranks compare what their samplers draw.
+    group: Option<Arc<ProcessGroup>>,
 }
 
 /// Tells an order from another one: ranks compare it, and a position keeps it.
@@ -48,13 +51,28 @@ impl EpochOrder {
     /// As [`indices`](Self::indices).
     pub(super) fn new(dataset: usize, seed: Option<u64>, sampler: Option<Arc<dyn Sampler>>) -> Result<Self, DataError> {
         let items = sampler.as_ref().map_or(dataset, |sampler| sampler.len());
-        let order = Self { sampler, dataset, first: 0, digest: OrderDigest::plain(items, seed) };
+        let order = Self { sampler, dataset, first: 0, digest: OrderDigest::plain(items, seed), group: None };
         Ok(Self { digest: order.digest_of(0)?, ..order })
     }
 
     /// The order of `items` items from the place `first` on.
     pub(super) fn slice(&self, first: usize, items: usize) -> Self {
         Self { first: self.first + first, digest: OrderDigest { items, ..self.digest }, ..self.clone() }
+    }
+
+    /// True if the program draws the orders: ranks may draw others.
+    pub(super) fn is_sampled(&self) -> bool {
+        self.sampler.is_some()
+    }
+
+    /// The same order, which the ranks compare in `group`, epoch by epoch.
+    pub(super) fn compared_in(self, group: ProcessGroup) -> Self {
+        Self { group: Some(Arc::new(group)), ..self }
+    }
+
+    /// The group in which the ranks compare what their samplers draw, if they have some.
+    pub(super) fn group(&self) -> Option<&ProcessGroup> {
+        self.group.as_deref()
     }
 
     pub(super) fn first(&self) -> usize {

@@ -49,6 +49,8 @@ struct Inner<O> {
     items: Range<usize>,
     /// Positions in the order of the items that this rank loads.
     own: Range<usize>,
+    /// Positions of each batch of this rank. Each leaf has a part of its own; without logical ranks a rank is a leaf.
+    batches: Arc<[Range<usize>]>,
     batch_size: usize,
     /// `None` for the dataset's order.
     seed: Option<u64>,
@@ -83,9 +85,20 @@ impl<O: Send + 'static> EvalLoader<O> {
         seed: Option<u64>,
         pool: Arc<Pool<O>>,
     ) -> Self {
-        let share = share(items.len(), ddp.rank(), ddp.world_size());
-        let own = items.start + share.start..items.start + share.end;
-        Self { inner: Arc::new(Inner { ddp, id, items, own, batch_size, seed, pool }) }
+        let run = ddp.run();
+        let chunk = |leaf| {
+            let share = share(items.len(), leaf, run.division.count());
+            items.start + share.start..items.start + share.end
+        };
+        let leaves = run.leaves();
+        let own = chunk(leaves.start).start..chunk(leaves.end - 1).end;
+        let of_leaf = |leaf| {
+            let chunk = chunk(leaf);
+            let count = chunk.len().div_ceil(batch_size);
+            (0..count).map(move |batch| batch_of(&chunk, batch_size, batch))
+        };
+        let batches = leaves.flat_map(of_leaf).collect();
+        Self { inner: Arc::new(Inner { ddp, id, items, own, batches, batch_size, seed, pool }) }
     }
 
     /// This rank's batches, from the first on.
@@ -104,7 +117,7 @@ impl<O: Send + 'static> EvalLoader<O> {
 
     /// Number of this rank's batches; may be 0.
     pub fn len(&self) -> usize {
-        self.inner.own.len().div_ceil(self.inner.batch_size)
+        self.inner.batches.len()
     }
 
     /// True if this rank has no batch.
@@ -138,16 +151,19 @@ impl<O: Send + 'static> EvalLoader<O> {
     }
 
     fn batch_list(&self) -> BatchList {
-        let Inner { items, own, batch_size, seed, .. } = &*self.inner;
-        let (first, own, batch_size) = (items.start, own.clone(), *batch_size);
+        let Inner { items, own, seed, .. } = &*self.inner;
+        let (first, own, of_rank) = (items.start, own.clone(), self.inner.batches.clone());
         let Some(seed) = *seed else {
-            let indices = move |batch| batch_of(&own, batch_size, batch).collect();
+            let indices = move |batch: usize| of_rank[batch].clone().collect();
             return BatchList { batches: self.len(), indices: Arc::new(indices) };
         };
         // Only this rank's part of the order is kept.
         let order = permutation(items.len(), seed, 0);
-        let order: Vec<usize> = own.map(|position| first + order[position - first]).collect();
-        let indices = move |batch| order[batch_of(&(0..order.len()), batch_size, batch)].to_vec();
+        let order: Vec<usize> = own.clone().map(|position| first + order[position - first]).collect();
+        let indices = move |batch: usize| {
+            let Range { start, end } = of_rank[batch].clone();
+            order[start - own.start..end - own.start].to_vec()
+        };
         BatchList { batches: self.len(), indices: Arc::new(indices) }
     }
 
@@ -194,8 +210,9 @@ impl<O: Send + 'static> EvalBatches<O> {
 
     /// Items that all ranks have taken, estimated from this rank's progress; and all items.
     pub(super) fn progress_in_items(&self) -> (usize, usize) {
-        let Inner { items, own, batch_size, .. } = &*self.loader.inner;
-        let done = batch_of(own, *batch_size, self.batches.taken()).start - own.start;
+        let Inner { items, own, batches, .. } = &*self.loader.inner;
+        let last = self.batches.taken().checked_sub(1).and_then(|last| batches.get(last));
+        let done = last.map_or(0, |last| last.end - own.start);
         let (total, done) = (items.len() as u128, done as u128);
         let processed = (total * done).checked_div(own.len() as u128).unwrap_or(total);
         (processed as usize, items.len())

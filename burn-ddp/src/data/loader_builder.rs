@@ -177,8 +177,8 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
         }
     }
 
-    /// Items of each rank's batches; 1 by default. In training a step has this number times the world size; in
-    /// evaluation a rank's last batch may have fewer.
+    /// Items of each rank's batches; 1 by default. In training a step has this number times the world size, or times
+    /// the [logical ranks](crate::Ddp::set_logical_ranks); in evaluation a rank's last batch may have fewer.
     pub fn batch_size(mut self, batch_size: usize) -> Self {
         self.batch = BatchSize::PerRank(batch_size);
         self
@@ -260,6 +260,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         default_of: fn(Device) -> Device,
         more: [(&str, String); N],
     ) -> Result<(u32, Device, EpochOrder)> {
+        self.ddp.state().leaves.used_by("a loader");
         let order = EpochOrder::new(dataset.len(), self.seed, self.sampler.take());
         let order_text = order.as_ref().map_or_else(DataError::to_string, |order| order.digest().to_string());
         let default = || self.ddp.state().model_device().map_or_else(|| self.ddp.device(), Ok).map(default_of);
@@ -272,6 +273,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
             ("the number of the loader", id.to_string()),
             ("the dataset length", dataset.len().to_string()),
             ("the world size", self.ddp.world_size().to_string()),
+            ("the number of logical ranks", self.ddp.logical_ranks().to_string()),
             ("the batch size", self.batch.to_string()),
             ("the order of the items", order_text),
         ];

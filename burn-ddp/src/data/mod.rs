@@ -24,6 +24,7 @@
 mod batch_stream;
 mod burn_data_loader;
 mod data_error;
+mod deal;
 mod distributed_sampler;
 mod epoch;
 mod epoch_cursor;

@@ -2,10 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::DataError;
+use super::deal::PartOfStep;
 use super::epoch_order::OrderDigest;
 use super::left_early::{LeftEarly, log_resume};
 use super::sharded_loader::ShardedLoader;
+use super::{DataError, EpochPlan};
 use crate::agreement;
 
 /// Items that all ranks together have consumed: the state of a [`ShardedLoader`] in a checkpoint.
@@ -49,7 +50,7 @@ use crate::agreement;
 /// assert_eq!(read, (0..11).collect::<Vec<_>>()); // every item once
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     pub(super) epoch: usize,
     /// Serialized by the field's name in the first format of checkpoints.
@@ -60,6 +61,9 @@ pub struct Position {
     /// Items after which the epoch ends, of an interrupted epoch of a loader with `max_batches`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) end: Option<usize>,
+    /// The part of the step at `consumed` that was handed out, with logical ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) part: Option<PartOfStep>,
     /// The epoch before, if it was left early.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) left_early: Option<LeftEarly>,
@@ -68,7 +72,7 @@ pub struct Position {
 impl Position {
     /// The position before the first epoch.
     pub(super) fn start(order: OrderDigest) -> Self {
-        Self { epoch: 0, consumed: 0, order, end: None, left_early: None }
+        Self { epoch: 0, consumed: 0, order, end: None, part: None, left_early: None }
     }
 
     /// The present epoch, or, between two epochs, the next one.
@@ -95,12 +99,20 @@ impl Position {
         self.order.seed
     }
 
-    /// Checks that a loader with this `order` can go on from here.
-    fn check(&self, order: &OrderDigest) -> Result<(), DataError> {
+    /// Checks that a loader with this `order`, whose rest of the epoch is `plan`, can go on from here.
+    fn check(&self, order: &OrderDigest, plan: &EpochPlan) -> Result<(), DataError> {
         let mut differs = self.order.differences(order);
         let end = self.end.unwrap_or(self.order.items);
         if self.consumed >= end.max(1) {
             differs.push(format!("{} of its {end} item(s) were consumed", self.consumed));
+        }
+        let is = (plan.world_size(), plan.global_batch(), plan.step(0).end);
+        if let Some(part) = self.part.as_ref().filter(|part| (part.leaves, part.items, part.end) != is) {
+            differs.push(format!(
+                "it was saved in the middle of a step of {} items on {} logical ranks up to item {}, and here that is \
+                {} on {} up to {}",
+                part.items, part.leaves, part.end, is.1, is.0, is.2
+            ));
         }
         match differs.is_empty() {
             true => Ok(()),
@@ -111,9 +123,13 @@ impl Position {
 
 impl std::fmt::Display for Position {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { epoch, consumed, order, end, .. } = self;
+        let Self { epoch, consumed, order, end, part, .. } = self;
         let end = end.unwrap_or(order.items);
-        write!(f, "epoch {epoch}, {consumed} of {end} item(s) consumed, the order {order}")
+        write!(f, "epoch {epoch}, {consumed} of {end} item(s) consumed, the order {order}")?;
+        match part {
+            Some(part) => write!(f, ", of the step then the logical ranks {:?}", part.done),
+            None => Ok(()),
+        }
     }
 }
 
@@ -164,8 +180,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
         if let Some(difference) = agreement::on_settings(self.ddp().group(), &settings).map_err(DataError::from)? {
             return Err(DataError::LoadersDiffer { loader: format!("{loader} (resumed)"), difference }.into());
         }
-        position.check(&order?)?;
-        let position = self.cursor().resume(*position);
+        position.check(&order?, &self.plan_from(position))?;
+        let position = self.cursor().resume(position.clone());
         if position.consumed > 0 {
             let rest = self.plan_from(&position);
             let (left, all) = (rest.steps(), rest.consumed() / rest.global_batch() + rest.steps());
@@ -191,15 +207,23 @@ mod tests {
     #[test]
     fn what_differs_is_named() {
         let position = Position::new(3, 40, 100, Some(42));
-        assert!(position.check(&OrderDigest::plain(100, Some(42))).is_ok());
-        let error = |items, seed| position.check(&OrderDigest::plain(items, seed)).unwrap_err().to_string();
+        let plan = EpochPlan::new(100, 8, 16).unwrap().after(40);
+        assert!(position.check(&OrderDigest::plain(100, Some(42)), &plan).is_ok());
+        let error = |items, seed| position.check(&OrderDigest::plain(items, seed), &plan).unwrap_err().to_string();
         let text = error(99, Some(42));
         assert!(text.contains("had 100 item(s), this one has 99") && !text.contains("seed 42"), "{text}");
         let text = error(99, None);
         assert!(text.contains("has 99") && text.contains("with seed 42, this one is that of the dataset"), "{text}");
         assert!(error(100, Some(7)).contains("seed 42, this one is shuffled with seed 7"));
         let ended = Position::new(0, 100, 100, None);
-        assert!(ended.check(&ended.order).is_err(), "nothing would be left");
+        assert!(ended.check(&ended.order, &plan).is_err(), "nothing would be left");
+        let part = Some(PartOfStep { leaves: 8, items: 16, end: 56, done: vec![0, 4] });
+        let within = Position { part, ..position.clone() };
+        assert!(within.check(&position.order, &plan).is_ok());
+        for other in [EpochPlan::new(100, 8, 8), EpochPlan::new(100, 4, 16)] {
+            let text = within.check(&position.order, &other.unwrap().after(40)).unwrap_err().to_string();
+            assert!(text.contains("a step of 16 items on 8 logical ranks up to item 56"), "{text}");
+        }
     }
 
     #[test]

@@ -4,10 +4,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Device;
 
+use super::deal::Place;
 use super::epoch_cursor::EpochCursor;
 use super::epoch_order::EpochOrder;
 use super::prefetch::Pool;
 use super::{DataError, EpochPlan, Position};
+use crate::batch_weight::Leaf;
+use crate::gradients::OwnRun;
 use crate::{Ddp, batch_weight};
 
 /// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
@@ -15,7 +18,8 @@ use crate::{Ddp, batch_weight};
 /// All ranks go through each epoch in the same steps, cut by an [`EpochPlan`]: every item once, equally many steps on
 /// every rank, batch sizes that differ by at most one. Each batch weighs its backwards by its number of items, or by
 /// the function given to [`weigh`](super::LoaderBuilder::weigh), so that the averaged gradient is that of all items of
-/// the step. Taking a batch makes no collective.
+/// the step. Taking a batch makes no collective; with a sampler the first one of an epoch does, in which the ranks
+/// compare what their samplers have drawn.
 ///
 /// All ranks must leave an epoch at the same step. If one rank leaves alone, the other ranks do not hang: the job ends
 /// with an error that names the rank.
@@ -62,6 +66,10 @@ struct Inner<O> {
     pool: Arc<Pool<O>>,
     /// Shared with the same loader on another device.
     cursor: Arc<Mutex<EpochCursor>>,
+    /// This rank's leaves; without logical ranks, one per rank.
+    run: OwnRun,
+    /// True if the job has logical ranks.
+    is_logical: bool,
 }
 
 impl<O> Clone for ShardedLoader<O> {
@@ -88,7 +96,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
         pool: Arc<Pool<O>>,
     ) -> Self {
         let cursor = Arc::new(Mutex::new(EpochCursor::new(order.digest(), plan)));
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor }) }
+        let (run, is_logical) = (ddp.run(), ddp.state().leaves.division().is_some());
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor, run, is_logical }) }
     }
 
     /// The epoch that [`iter`](Self::iter) begins next.
@@ -160,6 +169,19 @@ impl<O: Send + 'static> ShardedLoader<O> {
         }
     }
 
+    /// This rank's leaves.
+    pub(super) fn run(&self) -> OwnRun {
+        self.inner.run
+    }
+
+    /// The leaf of a batch of this step, if the job has logical ranks.
+    pub(super) fn leaf(&self, place: Place, epoch: usize, step: usize) -> Option<Leaf> {
+        let Place { leaf, repeats, ends_step, .. } = place;
+        let (group, division) = (self.inner.ddp.group().id(), self.inner.run.division);
+        let step = (1 + u64::from(self.inner.id), epoch as u64, step as u64);
+        self.inner.is_logical.then_some(Leaf { group, division, step, leaf, counts: !repeats, ends_step })
+    }
+
     pub(super) fn ddp(&self) -> &Ddp {
         &self.inner.ddp
     }
@@ -188,10 +210,10 @@ impl<O: Send + 'static> ShardedLoader<O> {
 
     /// The same loader, counting the same epochs, with batches on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Self {
-        let Inner { ddp, id, plan, weigh, order, pool, cursor } = &*self.inner;
+        let Inner { ddp, id, plan, weigh, order, pool, cursor, run, is_logical } = &*self.inner;
         let (ddp, weigh, pool, cursor) = (ddp.clone(), weigh.clone(), pool.on_device(device), cursor.clone());
-        let (id, plan, order) = (*id, *plan, order.clone());
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor }) }
+        let (id, plan, order, run, is_logical) = (*id, *plan, order.clone(), *run, *is_logical);
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, order, pool, cursor, run, is_logical }) }
     }
 
     /// A further loader for the items `start..end` of the dataset; with a sampler, for the items at these places of
@@ -204,6 +226,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
         let plan = plan.of_items(end - start)?;
         let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id(false));
         ddp.state().count_loader(false);
-        Ok(Self::new(ddp, id, plan, weigh.clone(), order.slice(start, plan.items()), pool.clone()))
+        let order = order.slice(start, plan.items());
+        Ok(Self::new(ddp, id, plan, weigh.clone(), order, pool.clone()))
     }
 }

@@ -183,8 +183,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         self.taken.steps = step;
         let weight = self.weight(&batch, items, step)?;
         let ddp = &self.loader.inner().ddp;
-        ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
-        ddp.state().seed_batch(self.loader.inner().id, self.number, step as usize);
+        ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last, leaf: None });
+        ddp.state().seed_batch(None, self.loader.inner().id, self.number, step as usize);
         self.loader.note_taken(self.number, self.begun, Some(&self.taken).filter(|_| !last));
         Ok(Some(batch))
     }

@@ -14,7 +14,7 @@ use super::sharded_loader::Weigh;
 use super::stream::StreamSource;
 use super::stream_epoch::StreamEpoch;
 use super::training_builder::check_max_batches;
-use crate::{Ddp, Result, agreement};
+use crate::{Ddp, Error, Result, agreement};
 
 impl Ddp {
     /// Begins a training loader over a source without random access: each worker of each rank reads a part of it from
@@ -200,6 +200,15 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     #[track_caller]
     pub fn build(self) -> Result<StreamLoader<I, O>> {
         let Self { ddp, source, batcher, batch_size, max_batches, weigh, num_workers, device } = self;
+        let division = ddp.state().leaves.used_by("a streaming loader");
+        if division.is_some_and(|division| !division.count().is_multiple_of(ddp.world_size())) {
+            return Err(Error::invalid(format!(
+                "{} logical ranks on {} processes: a stream gives each process equally many batches, so the number of \
+                processes must divide that of leaves",
+                ddp.logical_ranks(),
+                ddp.world_size()
+            )));
+        }
         let weights = if weigh.is_some() { "the batch" } else { "its number of items" };
         let default = || ddp.state().model_device().map_or_else(|| ddp.device(), Ok).map(Device::autodiff);
         let device = agreement::on_outcome(ddp.group(), "build its loader", device.map_or_else(default, Ok))?;

@@ -63,8 +63,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
         self
     }
 
-    /// Ends each epoch after `max_batches` batches of each rank, or with its last item: Lightning's
-    /// `limit_train_batches`, Keras' `steps_per_epoch`. The same on all ranks. By default an epoch has all items.
+    /// Ends each epoch after `max_batches` batches of each rank (with logical ranks: steps), or with its last item:
+    /// Lightning's `limit_train_batches`, Keras' `steps_per_epoch`. The same on all ranks. By default an epoch has all
+    /// items.
     ///
     /// Each epoch has the first items of its order, so with [`shuffle`](Self::shuffle) other items in every epoch. The
     /// last batch completes an accumulation. An epoch that is [resumed](ShardedLoader::resume) has the same items as
@@ -199,19 +200,22 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
             ("the source of a batch's weight", weights.to_string()),
             ("a last step that is not full", last_step.to_string()),
         ];
+        let leaves = ddp.logical_ranks();
         let (id, device, order) = self.agree("training", "loader", &*dataset, Device::autodiff, more)?;
         let items = order.digest().items;
 
         // All ranks have the same settings: from here on they get the same errors.
         check_max_batches(self.max_batches)?;
         let global_batch = match self.batch {
-            BatchSize::PerRank(items) => items.saturating_mul(ddp.world_size()),
+            BatchSize::PerRank(items) => items.saturating_mul(leaves),
             BatchSize::Global(items) => items,
         };
-        let plan = EpochPlan::new(items, ddp.world_size(), global_batch)?;
+        let plan = EpochPlan::new(items, leaves, global_batch)?;
+        ddp.state().leaves.note_nominal(global_batch as f64 / leaves as f64);
         let plan = if self.drops_last { plan.drop_last()? } else { plan };
         let plan = self.max_batches.map_or(plan, |steps| plan.limit(steps));
         let weigh = self.weigh.take();
+        let order = if order.is_sampled() { order.compared_in(ddp.state().new_group()?) } else { order };
         Ok(ShardedLoader::new(ddp, id, plan, weigh, order, self.pool(dataset, device)))
     }
 }

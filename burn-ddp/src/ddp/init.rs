@@ -82,7 +82,9 @@ impl Ddp {
     pub fn from_world(world: World) -> Result<Self> {
         let group = world.group()?;
         tracing::info!(rank = world.rank(), world_size = world.world_size(), engine = world.engine(), "joined");
-        Ok(Ddp::new(world, group))
+        let ddp = Ddp::new(world, group);
+        ddp.read_logical_ranks()?;
+        Ok(ddp)
     }
 }
 

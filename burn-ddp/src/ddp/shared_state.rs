@@ -10,6 +10,7 @@ use burn_ddp_comm::{ProcessGroup, World};
 use crate::Result;
 use crate::batch_weight::{Batch, BatchWeight};
 use crate::checkpoint::background_write::OpenedDirectory;
+use crate::job_leaves::JobLeaves;
 use crate::seed::Seed;
 use crate::telemetry::step_meter::Meter;
 
@@ -25,6 +26,8 @@ pub(crate) struct SharedState {
     pub(crate) batch_weight: Arc<BatchWeight>,
     /// Counters of steps: written by loaders and by the reducers of wrapped models.
     pub(crate) meter: Meter,
+    /// Logical ranks.
+    pub(crate) leaves: JobLeaves,
     /// Name of the engine that carries collectives on host memory.
     pub(crate) host_engine: &'static str,
     /// Group of the differentiable collectives and their backwards. Made by the first such collective.
@@ -82,6 +85,7 @@ impl SharedState {
             world,
             group,
             is_part,
+            leaves: JobLeaves::default(),
             batch_weight,
             host_engine,
             graph_group: Mutex::new(None),
@@ -157,6 +161,7 @@ impl SharedState {
 
     /// Records that the last batch of the training loader gets no backward.
     pub(crate) fn skip_batch(&self) -> Result<()> {
+        self.leaves.refuse_several("`skip_batch`", "give the batch a backward by `ddp.weighted(0.0)`")?;
         self.skips.fetch_add(1, Ordering::Relaxed);
         match self.batch_weight.skip() {
             Some(step) => Ok(self.world.advance(step.track.backwards(), step.at)?),
@@ -214,11 +219,24 @@ impl SharedState {
         lock(&self.of_rank.seed).as_mut().map(|(seed, rank)| seed.of_next_wrap(*rank))
     }
 
-    /// Seeds the random numbers that follow the batch of the step that begins at item `first` of an epoch's order.
-    pub(crate) fn seed_batch(&self, loader: u32, epoch: usize, first: usize) {
+    /// Seeds the random numbers that follow the batch of the step that begins at item `first` of an epoch's order:
+    /// those of a leaf, or of this rank.
+    pub(crate) fn seed_batch(&self, leaf: Option<usize>, loader: u32, epoch: usize, first: usize) {
         if let Some((seed, rank)) = &*lock(&self.of_rank.seed) {
-            seed.seed_batch(*rank, loader, epoch, first);
+            seed.seed_batch(leaf.unwrap_or(*rank), loader, epoch, first);
         }
+    }
+
+    /// Seeds the random numbers of a leaf of a step, in a program without a loader.
+    pub(crate) fn seed_leaf(&self, leaf: usize, step: u64) {
+        if let Some((seed, _)) = &*lock(&self.of_rank.seed) {
+            seed.seed_leaf(leaf, step);
+        }
+    }
+
+    /// True after `ddp.seed`.
+    pub(crate) fn is_seeded(&self) -> bool {
+        lock(&self.of_rank.seed).is_some()
     }
 
     /// The directories of checkpoints that this rank has opened, in the same order on all ranks.

@@ -1,7 +1,13 @@
 //! Several micro-batches and ranks as one gradient: weights, and sums until the reduction.
 
+use std::collections::BTreeSet;
+
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
+
+use super::leaf_nodes::{Nodes, OwnRun, Rows};
+use super::reducer_settings::ReducerSettings;
+use crate::batch_weight::Leaf;
 
 /// Combination of the gradients of several ranks and micro-batches into one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -34,30 +40,62 @@ pub(crate) enum Contribution {
     Ignored,
     /// The only gradient of the slot in this step.
     Whole,
-    /// Added to the sum over micro-batches, multiplied by this.
-    Added(f64),
+    /// Added to the sum of its leaf, multiplied by `weight`. Without logical ranks all micro-batches are leaf 0.
+    Added { weight: f64, leaf: usize },
 }
 
 /// The running backward, as needed for the gradients of sharded parameters, which the reducer does not reduce.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct MicroBatch {
     pub(crate) contribution: Contribution,
     /// True if the backward ends with a reduction.
     pub(crate) reducing: bool,
-    /// Divisor of sums before they are reduced.
+    /// Divisor of sums before they are reduced; 1 where the root of a tree divides.
     pub(crate) divisor: f64,
     /// Items this rank contributes to the mean; `None` if the reduction is a sum.
     pub(crate) weight_of_mean: Option<f64>,
+    /// With logical ranks: weights of the leaves since the last reduction.
+    weights: Nodes<f64>,
+}
+
+impl MicroBatch {
+    /// Weights of the rows of leaves; none if the reduction is a sum.
+    pub(crate) fn weights_of_rows(&self, rows: &Rows) -> Vec<f64> {
+        self.weight_of_mean.map_or(Vec::new(), |_| rows.weights(&self.weights))
+    }
 }
 
 /// Micro-batches that a rank holds between backwards, as a checkpoint has them.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct HeldBatches {
     pub(crate) count: usize,
     /// Items of all held micro-batches.
     pub(crate) items: f64,
     /// The reduction that the sums are for.
     pub(crate) reduction: GradientReduction,
+    /// With logical ranks: the leaves that are done, and the weights of the subtrees that are held, by first leaf.
+    #[serde(default)]
+    pub(crate) leaves: Option<HeldLeaves>,
+}
+
+/// Sums that a rank holds between backwards.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct HeldSums {
+    /// Slot and first leaf of each sum of gradients.
+    pub(crate) gradients: Vec<(usize, usize)>,
+    /// Number of the dtype, and first leaf, of each sum of running statistics.
+    pub(crate) statistics: Vec<(usize, usize)>,
+}
+
+/// Leaves of a rank between backwards.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct HeldLeaves {
+    /// Leaves of the job.
+    pub(crate) of: usize,
+    /// Leaves of the rank that had a backward in this step.
+    pub(crate) done: BTreeSet<usize>,
+    /// Weights by first leaf of a subtree.
+    pub(crate) weights: Vec<(usize, f64)>,
 }
 
 /// Micro-batches since the last reduction, the running one included.
@@ -71,37 +109,133 @@ pub(super) struct MicroBatches {
     weight: f64,
     /// True if the running backward ends with a reduction.
     pub(super) reducing: bool,
+    /// This rank's leaves, with logical ranks.
+    run: Option<OwnRun>,
+    /// True if gradients are added up the tree over all leaves; false where the engine adds in an order of its own.
+    tree: bool,
+    /// Leaf of the last micro-batch of the step.
+    last: Option<usize>,
+    /// Leaves of this rank that had a micro-batch in the step, and the loader's step, if there is one.
+    done: BTreeSet<usize>,
+    step: Option<(u64, u64, u64)>,
+    /// Weights of the leaves so far.
+    weights: Nodes<f64>,
 }
 
 impl MicroBatches {
-    pub(super) fn new(reduction: GradientReduction, per_step: usize) -> Self {
-        MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
+    pub(super) fn new(settings: &ReducerSettings) -> Self {
+        MicroBatches {
+            reduction: settings.reduction,
+            per_step: settings.accumulation,
+            count: 0,
+            items: 0.0,
+            weight: 1.0,
+            reducing: true,
+            run: settings.run,
+            tree: settings.tree().is_some(),
+            last: None,
+            done: BTreeSet::new(),
+            step: None,
+            weights: Nodes::default(),
+        }
     }
 
-    /// Starts a micro-batch of `weight` items.
-    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) {
+    /// Starts a micro-batch of `weight` items: with logical ranks that of `leaf`, or of the next one.
+    ///
+    /// # Errors
+    ///
+    /// A text, if the leaf had a micro-batch in this step, or is one of another step.
+    pub(super) fn begin(&mut self, weight: f64, leaf: Option<Leaf>, boundary: Boundary) -> Result<(), String> {
+        let mut completes = self.count + 1 >= self.per_step;
+        if let Some(run) = self.run {
+            let own = run.leaves();
+            let next = self.last.map_or(own.start, |last| last + 1);
+            let next = || (next..own.end).find(|leaf| !self.done.contains(leaf));
+            let follows = |leaf: &usize| own.contains(leaf) && !self.done.contains(leaf);
+            let other_step = leaf.zip(self.step).is_some_and(|(leaf, held)| leaf.step != held);
+            let of_batch = leaf.map(|leaf| leaf.leaf);
+            match of_batch.or_else(next).filter(|leaf| follows(leaf) && !other_step) {
+                // A rank that has no further leaf takes part in the rest of the step with weight 0.
+                _ if leaf.is_some_and(|leaf| !leaf.counts) && !other_step => {}
+                None => {
+                    return Err(format!(
+                        "gradients of the logical ranks {:?} of a step are held, and the next backward is of another \
+                        step: the last one of this process ({}) had no backward, or only added up; reduce them with \
+                        `ddp.flush(&model)?`, on every rank",
+                        self.done,
+                        own.end - 1
+                    ));
+                }
+                Some(leaf) => {
+                    self.last = Some(leaf);
+                    self.done.insert(leaf);
+                    if weight > 0.0 {
+                        self.weights.push(Some(run), leaf, weight, |left, right| left + right);
+                    }
+                }
+            }
+            self.step = leaf.map(|leaf| leaf.step);
+            completes = match leaf {
+                Some(leaf) => leaf.ends_step,
+                None => (self.leaf() + 1..own.end).all(|leaf| self.done.contains(&leaf)),
+            };
+        }
         self.count += 1;
         self.weight = weight;
         self.items += weight;
         self.reducing = match boundary {
-            Boundary::Counted => self.count >= self.per_step,
+            Boundary::Counted => completes,
             Boundary::Now => true,
             Boundary::Later => false,
         };
+        Ok(())
+    }
+
+    /// Starts a reduction of what is held, without a micro-batch of its own.
+    pub(super) fn begin_flush(&mut self) {
+        (self.weight, self.reducing) = (0.0, true);
     }
 
     pub(super) fn clear(&mut self) {
         self.count = 0;
         self.items = 0.0;
+        self.last = None;
+        self.done.clear();
+        self.step = None;
+        self.weights = Nodes::default();
     }
 
     pub(super) fn held(&self) -> HeldBatches {
-        HeldBatches { count: self.count, items: self.items, reduction: self.reduction }
+        let leaves = self.run.filter(|_| self.tree).map(|run| HeldLeaves {
+            of: run.division.count(),
+            done: self.done.clone(),
+            weights: self.weights.iter().copied().collect(),
+        });
+        HeldBatches { count: self.count, items: self.items, reduction: self.reduction, leaves }
     }
 
     /// Makes `held` the micro-batches since the last reduction.
     pub(super) fn restore(&mut self, held: HeldBatches) {
         (self.count, self.items) = (held.count, held.items);
+        if let Some(leaves) = held.leaves {
+            self.done = leaves.done;
+            leaves.weights.into_iter().for_each(|(leaf, weight)| self.weights.restore(leaf, weight));
+        }
+    }
+
+    /// Leaf of the running backward; 0 without logical ranks.
+    pub(super) fn leaf(&self) -> usize {
+        self.last.unwrap_or_default()
+    }
+
+    /// Leaf and weight of the running backward, if it counts.
+    pub(super) fn own_leaf(&self) -> Option<(usize, f64)> {
+        (self.weight > 0.0).then(|| (self.leaf(), self.weight))
+    }
+
+    /// Weights of the leaves since the last reduction.
+    pub(super) fn weights(&self) -> &Nodes<f64> {
+        &self.weights
     }
 
     /// Number of micro-batches since the last reduction.
@@ -117,14 +251,17 @@ impl MicroBatches {
     /// Treatment of the gradients of the running backward.
     pub(super) fn contribution(&self) -> Contribution {
         if self.weight <= 0.0 {
-            Contribution::Ignored
-        } else if self.reducing && self.count == 1 {
-            Contribution::Whole
-        } else {
-            Contribution::Added(match self.reduction {
-                GradientReduction::Mean => self.weight,
-                GradientReduction::Sum => 1.0,
-            })
+            return Contribution::Ignored;
+        }
+        let weight = match self.reduction {
+            GradientReduction::Mean => self.weight,
+            GradientReduction::Sum => 1.0,
+        };
+        // The root of the tree divides, so a leaf that is alone on its rank has its weight in it, too.
+        let is_plain = !self.tree || weight == 1.0 && self.run.is_some_and(|run| run.leaves().len() == 1);
+        match self.reducing && self.count == 1 && is_plain {
+            true => Contribution::Whole,
+            false => Contribution::Added { weight, leaf: if self.tree { self.leaf() } else { 0 } },
         }
     }
 
@@ -132,14 +269,19 @@ impl MicroBatches {
         MicroBatch {
             contribution: self.contribution(),
             reducing: self.reducing,
-            divisor: self.divisor(),
+            divisor: if self.tree { 1.0 } else { self.divisor() },
             weight_of_mean: self.weight_of_mean(),
+            weights: self.weights.clone(),
         }
     }
 
-    /// Divisor of sums before they are reduced.
+    /// Divisor of sums before they are reduced. With logical ranks that of a rank alone, where nothing divides later.
     pub(super) fn divisor(&self) -> f64 {
         match self.reduction {
+            GradientReduction::Mean if self.tree => {
+                let all = self.weights.clone().fold(self.run, |left, right| left + right);
+                all.into_iter().map(|(_, weight)| weight).sum()
+            }
             GradientReduction::Mean => self.items,
             GradientReduction::Sum => 1.0,
         }
@@ -165,6 +307,27 @@ impl Sum {
             DType::F64 => Sum::F64(vec![0.0; len_elems]),
             _ => Sum::F32(vec![0.0; len_elems]),
         }
+    }
+
+    /// `weight * gradient`, the first of a leaf's sum.
+    pub(crate) fn of(dtype: DType, gradient: &[u8], weight: f64) -> Self {
+        fn products<T: bytemuck::AnyBitPattern, A>(gradient: &[u8], product: impl Fn(T) -> A) -> Vec<A> {
+            gradient.chunks_exact(size_of::<T>()).map(|x| product(bytemuck::pod_read_unaligned(x))).collect()
+        }
+        let w = weight as f32;
+        match dtype {
+            DType::F64 => Sum::F64(products(gradient, |x: f64| weight * x)),
+            DType::F32 => Sum::F32(products(gradient, |x: f32| w * x)),
+            DType::F16 => Sum::F32(products(gradient, |x: f16| w * x.to_f32())),
+            DType::BF16 => Sum::F32(products(gradient, |x: bf16| w * x.to_f32())),
+            other => unreachable!("gradients are floats, got {other}"),
+        }
+    }
+
+    /// This sum and the next one.
+    pub(crate) fn plus(mut self, right: Sum) -> Self {
+        self.add(right.dtype(), right.bytes(), 1.0);
+        self
     }
 
     /// The sum of these bytes, which are f64 if `dtype` is, and f32 otherwise.

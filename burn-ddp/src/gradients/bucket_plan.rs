@@ -17,7 +17,17 @@ pub(crate) struct Slot {
     pub sharded: bool,
 }
 
+/// Type in which values of `dtype` are added up: f64 for f64, and f32 otherwise.
+pub(crate) fn sum_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
 impl Slot {
+    /// The slot with the type in which its gradients are added up.
+    pub(crate) fn widened(&self) -> Slot {
+        Slot { dtype: sum_dtype(self.dtype), ..self.clone() }
+    }
+
     pub(crate) fn len_elems(&self) -> usize {
         self.dims.iter().product()
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::{CallingThread, DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
+use burn_ddp_comm::{CallingThread, DType, LogicalRanks, OwnLeaves, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
 use super::aligned_bytes::AlignedBytes;
 use super::device_loan::DeviceLoan;
@@ -24,8 +24,7 @@ pub(crate) enum Job {
         buffer: SharedBuffer,
         /// The gradients, if they are on their device instead of in the buffer.
         loan: Option<Box<dyn DeviceLoan>>,
-        /// Items this rank contributes to the mean; `None` sums.
-        weight: Option<f64>,
+        share: Share,
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
@@ -37,11 +36,42 @@ pub(crate) enum Job {
     AgreeOrder(Vec<u32>),
 }
 
+/// What this rank adds to a reduction.
+#[derive(Clone, Debug)]
+pub(crate) enum Share {
+    /// Its elements.
+    Sum,
+    /// Its elements times their items.
+    Mean(f64),
+    /// Sums of leaves with these weights by row; a sum over all leaves if there are none.
+    Leaves { division: LogicalRanks, weights: Vec<f64> },
+}
+
+impl Share {
+    fn reduce(
+        &self,
+        group: &ProcessGroup,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        tag: u64,
+    ) -> burn_ddp_comm::Result<SharedView> {
+        match self {
+            Share::Sum => group.all_reduce_shared(dtype, buffer, ReduceOp::Sum, tag),
+            Share::Mean(items) => group.all_reduce_weighted_shared(dtype, buffer, *items, tag),
+            Share::Leaves { division, weights } => {
+                group.all_reduce_leaves_shared(dtype, buffer, OwnLeaves { division: *division, weights }, tag)
+            }
+        }
+    }
+}
+
 /// Source of the running statistics after the step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum StatisticsSource {
     /// The mean over the ranks, in which this rank has this weight.
     All(f64),
+    /// The mean over the leaves, in which this rank's rows have these weights.
+    Leaves { division: LogicalRanks, weights: Vec<f64> },
     /// The first rank that trains.
     First { trains: bool },
 }
@@ -234,14 +264,10 @@ fn refuse(job: Job, why: &str) -> Done {
 fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
     match job {
         Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),
-        Job::Reduce { bucket, dtype, mut buffer, mut loan, weight, tag } => {
-            let result = match weight {
-                Some(w) => group.all_reduce_weighted_shared(dtype, &mut buffer, w, tag),
-                None => group.all_reduce_shared(dtype, &mut buffer, ReduceOp::Sum, tag),
-            };
-            let result = result.map_err(Fault::from).and_then(|view| {
+        Job::Reduce { bucket, dtype, mut buffer, mut loan, share, tag } => {
+            let result = share.reduce(group, dtype, &mut buffer, tag).map_err(Fault::from).and_then(|view| {
                 loan.as_deref_mut()
-                    .map_or(Ok(()), |loan| reduce_on_device(group, dtype, loan, weight, tag, patience))?;
+                    .map_or(Ok(()), |loan| reduce_on_device(group, dtype, loan, &share, tag, patience))?;
                 Ok(view)
             });
             Done::Reduced { bucket, buffer, loan, result }
@@ -249,6 +275,14 @@ fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
         Job::Statistics { dtype, mut buffer, source } => {
             let result = match source {
                 StatisticsSource::All(weight) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), weight, 0),
+                StatisticsSource::Leaves { division, weights } => {
+                    let mut rows = SharedBuffer::plain(buffer.bytes().len());
+                    rows.bytes_mut().copy_from_slice(buffer.bytes());
+                    Share::Leaves { division, weights }.reduce(group, dtype, &mut rows, 0).map(|mean| {
+                        buffer = AlignedBytes::zeroed(mean.len());
+                        buffer.bytes_mut().copy_from_slice(&mean);
+                    })
+                }
                 StatisticsSource::First { trains } => broadcast_first(group, trains, dtype, &mut buffer),
             };
             Done::Statistics { dtype, buffer, result }
@@ -263,16 +297,16 @@ fn reduce_on_device(
     group: &ProcessGroup,
     dtype: DType,
     loan: &mut dyn DeviceLoan,
-    weight: Option<f64>,
+    share: &Share,
     tag: u64,
     patience: Duration,
 ) -> Result<(), Fault> {
     let len_elems = loan.len_elems();
     let place = loan.place(patience).map_err(Fault::Device)?;
     let elements = OnDevice { dtype, len_elems, place };
-    match weight {
-        Some(w) => group.all_reduce_weighted_on_device(elements, w, tag)?,
-        None => group.all_reduce_on_device(elements, ReduceOp::Sum, tag)?,
+    match share {
+        Share::Mean(items) => group.all_reduce_weighted_on_device(elements, *items, tag)?,
+        Share::Sum | Share::Leaves { .. } => group.all_reduce_on_device(elements, ReduceOp::Sum, tag)?,
     }
     Ok(())
 }

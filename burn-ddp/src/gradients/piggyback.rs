@@ -63,7 +63,7 @@ impl Piggyback {
         let (statistics, digests) = (self.statistics.len(), self.digests.is_some());
         let submitted = Submitted { statistics, digests, order: order.is_some(), movements: self.movements };
         for (dtype, buffer) in self.statistics {
-            worker.submit(Job::Statistics { dtype, buffer, source })?;
+            worker.submit(Job::Statistics { dtype, buffer, source: source.clone() })?;
         }
         if let Some(mut digests) = self.digests {
             digests.push(self.own_gradients);

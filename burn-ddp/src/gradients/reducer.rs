@@ -12,24 +12,30 @@ use burn_ddp_comm::{ProcessGroup, SharedView};
 use super::accumulation::{Boundary, Contribution, MicroBatch, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
-use super::communication_worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
+use super::communication_worker::{Done, Fault, Finished, Job, Share, StatisticsSource, Worker};
+use super::leaf_nodes::Rows;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
 use super::presence_flags;
 use super::reducer_settings::ReducerSettings;
 use super::store::{Arrival, GradientStore, Outcome};
+use crate::batch_weight::Leaf;
 use crate::telemetry::step_meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 
 /// Schedules the reductions of one wrapped model whose gradients are tensors `T`.
 pub(crate) struct Reducer<T> {
     rank: usize,
-    settings: ReducerSettings,
+    pub(super) settings: ReducerSettings,
     slots: Arc<[Slot]>,
+    /// The slots in the types in which their gradients travel.
+    sent: Arc<[Slot]>,
+    /// With logical ranks, unless gradients stay on their device.
+    rows: Option<Rows>,
     plan: Plan,
     pub(super) store: Box<dyn GradientStore<T>>,
-    worker: Worker,
-    meter: StepMeter,
-    ring: BufferRing,
+    pub(super) worker: Worker,
+    pub(super) meter: StepMeter,
+    pub(super) ring: BufferRing,
     /// Number of buffers of the ring; `None` means one per bucket. The same on all ranks.
     ring_len: Option<usize>,
     pub(super) batches: MicroBatches,
@@ -42,15 +48,15 @@ pub(crate) struct Reducer<T> {
     /// Next bucket to collect.
     collected: usize,
     /// True for each slot for which any rank had a gradient, in the step being finished.
-    present: Vec<bool>,
+    pub(super) present: Vec<bool>,
     /// The reduced wake flag of the step being finished.
-    wake: bool,
+    pub(super) wake: bool,
     /// First error of a reduction of the step being finished.
-    failed: Option<Error>,
+    pub(super) failed: Option<Error>,
     /// Payloads behind the buckets whose results the worker has not returned.
     piggyback: Submitted,
     /// True while this rank, which has no backward, takes part in the reduction of the others.
-    shadowing: bool,
+    pub(super) shadowing: bool,
     /// Number of reductions done; part of the tags of collectives.
     step: u64,
     /// True once the ranks have agreed on rank 0's order of gradients.
@@ -58,10 +64,10 @@ pub(crate) struct Reducer<T> {
     /// The agreed order, from the end of the first reduction to that of its step.
     order: Option<Vec<usize>>,
     /// Numbers of dropped steps and of skipped batches; the same on all ranks, or reductions fail.
-    discards: u64,
-    skips: u64,
+    pub(super) discards: u64,
+    pub(super) skips: u64,
     /// Error that all further steps return; set when a step ends half-way with buckets at the worker or gradients lost.
-    broken: Option<Error>,
+    pub(super) broken: Option<Error>,
 }
 
 impl<T> Reducer<T> {
@@ -75,7 +81,9 @@ impl<T> Reducer<T> {
     ) -> Result<Self> {
         let (rank, id) = (group.ranks()[group.rank()], group.id());
         group.hide_from_timeline();
-        let plan = Plan::new(&slots, &[], settings.caps, store.packs());
+        // Sums of leaves travel in the type in which they are added.
+        let sent = if settings.tree().is_some() { slots.iter().map(Slot::widened).collect() } else { slots.clone() };
+        let plan = Plan::new(&sent, &[], settings.caps, store.packs());
         // Ranks may compute on different backends, but all have the same buffers: the rank that needs most decides.
         let lens: Option<Vec<_>> = group.all_gather_object(&store.ring_len())?.into_iter().collect();
         let ring_len = lens.and_then(|lens| lens.into_iter().max());
@@ -92,13 +100,15 @@ impl<T> Reducer<T> {
             settings,
             present: vec![false; slots.len()],
             slots,
+            sent,
+            rows: settings.tree().map(Rows::new),
             plan,
             store,
             worker,
             meter: StepMeter::new(meter, id),
             ring: BufferRing::default(),
             ring_len,
-            batches: MicroBatches::new(settings.reduction, settings.accumulation),
+            batches: MicroBatches::new(&settings),
             filled: Vec::new(),
             arrived: Vec::new(),
             next: 0,
@@ -123,15 +133,16 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward of `weight` items, before which the program has skipped so many batches.
+    /// Starts a backward of `weight` items, before which the program has skipped so many batches: with logical ranks
+    /// that of the leaf, or of the next one.
     ///
     /// # Errors
     ///
-    /// If an earlier step ended half-way.
-    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary, skips: u64) -> Result<()> {
+    /// If an earlier step ended half-way, or the leaf is not one that follows.
+    pub(crate) fn begin(&mut self, weight: f64, leaf: Option<Leaf>, boundary: Boundary, skips: u64) -> Result<()> {
         self.refuse_broken()?;
         self.skips = skips;
-        self.batches.begin(weight, boundary);
+        self.batches.begin(weight, leaf, boundary).map_err(|e| self.fault(e))?;
         self.start();
         Ok(())
     }
@@ -148,6 +159,7 @@ impl<T> Reducer<T> {
         }
         let contribution = self.batches.contribution();
         let at_once = contribution == Contribution::Whole && self.store.packs_at_once();
+        let at_once = at_once && self.row_count() == 1 && self.sent[slot].dtype == self.slots[slot].dtype;
         let place = if at_once { self.ring.place(&self.plan, slot, self.next) } else { None };
         let arrival = self.store.put(slot, gradient, contribution, place);
         match arrival.map_err(|e| self.fault(e))? {
@@ -159,6 +171,11 @@ impl<T> Reducer<T> {
     /// The running backward.
     pub(crate) fn micro_batch(&self) -> MicroBatch {
         self.batches.current()
+    }
+
+    /// Leaf and weight of the running backward, if it counts and the job has logical ranks.
+    pub(crate) fn own_leaf(&self) -> Option<(usize, f64)> {
+        self.rows.as_ref().and_then(|_| self.batches.own_leaf())
     }
 
     /// True if the next reduction compares the ranks' parameters. The same on all ranks.
@@ -191,6 +208,8 @@ impl<T> Reducer<T> {
         }
         let source = if piggyback.from_first {
             StatisticsSource::First { trains: !self.shadowing }
+        } else if let Some(rows) = &self.rows {
+            StatisticsSource::Leaves { division: rows.run.division, weights: rows.weights(self.batches.weights()) }
         } else {
             StatisticsSource::All(self.batches.items())
         };
@@ -249,76 +268,13 @@ impl<T> Reducer<T> {
         self.discard();
         if let Some(order) = self.order.take() {
             self.order_agreed = true;
-            let plan = Plan::new(&self.slots, &order, self.settings.caps, self.store.packs());
+            let plan = Plan::new(&self.sent, &order, self.settings.caps, self.store.packs());
             if plan != self.plan {
                 self.plan = plan;
                 self.allocate()?;
             }
         }
         Ok(())
-    }
-
-    /// Takes part in a reduction of the other ranks without a backward: with the gradients that it holds of earlier
-    /// micro-batches, or else with weight 0. Returns false if every rank did so and none had a gradient, which does not
-    /// count as a step.
-    pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
-        self.refuse_broken()?;
-        self.batches.reducing = true;
-        self.start();
-        self.meter.begin();
-        self.shadowing = true;
-        let submitted = self.submit_rest(piggyback);
-        self.shadowing = false;
-        submitted?;
-        let given = match self.finish() {
-            Ok(_) => self.present.contains(&true) || self.wake,
-            // All weights are 0: the only error here that all ranks see alike.
-            Err(Error::Comm(e)) if e.group_usable() => false,
-            Err(e) => return Err(e),
-        };
-        if given {
-            self.end_step()?;
-        } else {
-            self.discard();
-        }
-        Ok(given)
-    }
-
-    /// Drops gradients of micro-batches that were not reduced yet. Unless all ranks do, the next reduction is an error.
-    pub(crate) fn discard_held(&mut self) {
-        self.note_lost();
-        self.discard();
-    }
-
-    /// Drops the gradients and results of the running step.
-    pub(crate) fn discard(&mut self) {
-        for (bucket, buffer) in self.worker.recall() {
-            self.ring.put_back(bucket, buffer);
-        }
-        if self.broken.is_none() && !self.ring.is_complete() {
-            self.broken = Some(self.fault(
-                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot \
-                get back in step: restart the job".into(),
-            ));
-        }
-        self.batches.clear();
-        self.store.clear();
-        self.failed = None;
-        self.forget_arrivals();
-    }
-
-    /// Notes that a batch of this rank is lost: the next reduction is an error, unless all ranks have lost one.
-    pub(crate) fn note_lost(&mut self) {
-        self.discards += 1;
-    }
-
-    /// Gives up the running backward and the micro-batches before it, `alike` on all ranks or alone. A rank that gives
-    /// up alone may make the backward again, unless it counted towards a step of several.
-    pub(crate) fn abandon(&mut self, alike: bool) {
-        match !alike && (self.settings.accumulation > 1 || self.batches.count() > 1) {
-            true => self.discard_held(),
-            false => self.discard(),
-        }
     }
 
     /// True if gradients of micro-batches are waiting for their reduction.
@@ -336,8 +292,23 @@ impl<T> Reducer<T> {
         Error::Backward { rank: self.rank, reason }
     }
 
+    /// True if gradients are added up the tree over all leaves.
+    pub(crate) fn has_tree(&self) -> bool {
+        self.rows.is_some()
+    }
+
+    /// Rows of a buffer: one for each subtree whose sum this rank passes.
+    fn row_count(&self) -> usize {
+        self.rows.as_ref().map_or(1, |rows| rows.run.division.rows())
+    }
+
+    /// Bytes of a bucket, as many as an all-reduce would send: its rows go one way, and its result the other.
+    fn reduced_bytes(&self, bucket: &Bucket) -> usize {
+        bucket.reduced_bytes() * (self.row_count() + 1) / 2
+    }
+
     /// Starts a backward or a shadow of one.
-    fn start(&mut self) {
+    pub(super) fn start(&mut self) {
         self.store.release();
         self.forget_arrivals();
     }
@@ -373,7 +344,7 @@ impl<T> Reducer<T> {
 
     fn submit_bucket(&mut self, index: usize, during_backward: bool) -> Result<()> {
         let bucket = &self.plan.buckets[index];
-        let Some(mut buffer) = self.ring.take(index, bucket.total_bytes()) else {
+        let Some(mut buffer) = self.ring.take(index, bucket.total_bytes() * self.row_count()) else {
             return Err(self.fault(format!("bucket {index} is under way already")));
         };
         let bytes = buffer.bytes_mut();
@@ -391,12 +362,20 @@ impl<T> Reducer<T> {
                 return Err(self.fault(reason));
             }
         };
-        self.meter.launched(bucket.slots.len(), bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
-        let weight = self.batches.weight_of_mean();
+        let bytes = self.reduced_bytes(bucket);
+        self.meter.launched(bucket.slots.len(), bytes, during_backward && self.worker.is_threaded());
+        let share = match (&self.rows, self.batches.weight_of_mean()) {
+            (None, None) => Share::Sum,
+            (None, Some(items)) => Share::Mean(items),
+            (Some(rows), None) => Share::Leaves { division: rows.run.division, weights: Vec::new() },
+            (Some(rows), Some(_)) => {
+                Share::Leaves { division: rows.run.division, weights: rows.weights(self.batches.weights()) }
+            }
+        };
         // 16 bits of drops and skips, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag =
             (self.discards.wrapping_add(self.skips) & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
-        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, loan, weight, tag })?;
+        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, loan, share, tag })?;
         self.next = index + 1;
         Ok(())
     }
@@ -418,7 +397,8 @@ impl<T> Reducer<T> {
         self.collected += 1;
         self.ring.put_back(bucket, buffer);
         let plan = &self.plan.buckets[bucket];
-        self.meter.done(Communication::Bucket { bucket, bytes: plan.reduced_bytes(), step: self.step }, time);
+        let bytes = self.reduced_bytes(plan);
+        self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
         let taken = match result {
             Ok(reduced) => {
                 read_flags(plan, &reduced, &mut self.present, &mut self.wake);
@@ -438,7 +418,7 @@ impl<T> Reducer<T> {
         self.worker.submit(job).map_err(|e| self.fault(e))
     }
 
-    fn refuse_broken(&self) -> Result<()> {
+    pub(super) fn refuse_broken(&self) -> Result<()> {
         self.broken.clone().map_or(Ok(()), Err)
     }
 
@@ -446,7 +426,7 @@ impl<T> Reducer<T> {
         self.failed.take().map_or(Ok(()), Err)
     }
 
-    fn forget_arrivals(&mut self) {
+    pub(super) fn forget_arrivals(&mut self) {
         self.filled.iter_mut().for_each(|f| *f = 0);
         self.arrived.clear();
         self.next = 0;
@@ -457,7 +437,8 @@ impl<T> Reducer<T> {
 
     /// Makes buffers for the plan. *Collective*.
     fn allocate(&mut self) -> Result<()> {
-        let lens_bytes = BufferRing::lens_bytes(&self.plan, self.ring_len);
+        let rows = self.row_count();
+        let lens_bytes = BufferRing::lens_bytes(&self.plan, self.ring_len).into_iter().map(|len| len * rows).collect();
         self.ring = BufferRing::default();
         self.submit(Job::Allocate(lens_bytes))?;
         let allocated = match self.worker.next().map(|finished| finished.done) {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::accumulation::GradientReduction;
 use super::bucket_plan::Caps;
+use super::leaf_nodes::OwnRun;
 
 /// Settings that do not change while a model is wrapped.
 #[derive(Clone, Copy, Debug)]
@@ -11,6 +12,8 @@ pub(crate) struct ReducerSettings {
     pub reduction: GradientReduction,
     /// Micro-batches per reduction.
     pub accumulation: usize,
+    /// This rank's leaves, if the job has logical ranks.
+    pub run: Option<OwnRun>,
     pub caps: Caps,
     /// Longest time one collective may take.
     pub timeout: Duration,
@@ -18,6 +21,8 @@ pub(crate) struct ReducerSettings {
     pub replica_check: u64,
     /// True if parameters that differ by rounding are an error, too.
     pub exact_replicas: bool,
+    /// True if what breaks the promise of logical ranks is an error.
+    pub exact: bool,
     /// True if a thread reduces buckets while backward goes on; if false, all are reduced at its end.
     pub overlap: bool,
     /// True if gradients stay on their device, where the group's engine reduces them. Needs `overlap`.
@@ -27,6 +32,12 @@ pub(crate) struct ReducerSettings {
 }
 
 impl ReducerSettings {
+    /// This rank's leaves, if gradients are added up the tree over all leaves: on their device the engine adds in an
+    /// order of its own.
+    pub(crate) fn tree(&self) -> Option<OwnRun> {
+        self.run.filter(|_| !self.on_device)
+    }
+
     /// True if a step, numbered from 0, compares the ranks' parameters: each `replica_check`-th does, and before the
     /// first of those the powers of two, so that a short training is compared, too.
     pub(super) fn compares_replicas(&self, step: u64) -> bool {

@@ -9,14 +9,14 @@ impl<T> Reducer<T> {
         self.batches.held()
     }
 
-    /// The sum that is held for a slot, if this rank has one. Waits for the device.
-    pub(crate) fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
-        self.store.sum(slot)
+    /// The sum that is held for a slot from a leaf on, if this rank has one. Waits for the device.
+    pub(crate) fn held_sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String> {
+        self.store.sum(slot, leaf)
     }
 
-    /// True if this rank holds a sum for a slot.
-    pub(crate) fn holds_sum(&self, slot: usize) -> bool {
-        self.store.holds(slot)
+    /// First leaves of the sums that this rank holds for a slot.
+    pub(crate) fn held_leaves(&self, slot: usize) -> Vec<usize> {
+        self.store.leaves(slot)
     }
 
     /// Makes `held` the micro-batches that are held; their sums are [added](Self::add_held_sum).
@@ -24,8 +24,8 @@ impl<T> Reducer<T> {
         self.batches.restore(held);
     }
 
-    /// Adds to the sum that is held for a slot.
-    pub(crate) fn add_held_sum(&mut self, slot: usize, sum: Sum) {
-        self.store.add_sum(slot, sum);
+    /// Adds to the sum that is held for a slot from a leaf on.
+    pub(crate) fn add_held_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
+        self.store.add_sum(slot, leaf, sum);
     }
 }

@@ -102,7 +102,7 @@ impl WrappedModel {
         let is_last = match self.shards().filter(|_| self.is_sharded(number) && micro_batch.reducing) {
             None => read.is_last(),
             Some(shards) => {
-                state.sharded.agree(shards, &self.outstanding(), micro_batch)?;
+                state.sharded.agree(shards, &self.outstanding(), &micro_batch)?;
                 state.sharded.is_last_hook(number)
             }
         };

@@ -13,6 +13,7 @@
 mod autodiff_nodes;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod fake_device;
+mod held_sums;
 mod hook;
 mod hook_depth;
 mod identical_data_check;
@@ -49,6 +50,7 @@ pub(crate) use shard::{
     MOST_SHARED_BYTES, Part, ShardedParameter, SteppedSlot, cut, parts, refuse_parts_without_tap, refuse_sharded,
     sharded_parameters, sharded_paths, step_by_elements, sums_over_parts, tell_peers_of_parts, whole,
 };
+pub(crate) use step::THREADS;
 pub(crate) use synced_statistics::SyncedStatistics;
 #[cfg(feature = "train")]
 pub(crate) use tap_bypass::{answers, is_bypassed};

@@ -16,7 +16,9 @@ use super::synced_statistics::SyncedStatistics;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::batch_weight::Batch;
-use crate::gradients::{GradientMemory, HeldBatches, Reducer, ReducerSettings, Slot, Sum, open_store};
+use crate::gradients::{
+    GradientMemory, HeldBatches, HeldSums, OwnRun, Reducer, ReducerSettings, Slot, Sum, open_store,
+};
 use crate::model::parameter_movement::Movements;
 use crate::telemetry::step_meter::Meter;
 
@@ -58,17 +60,17 @@ pub(super) trait ModelState: Any + Send {
     /// Drops gradients of micro-batches that were not reduced yet.
     fn discard(&mut self);
 
-    /// The micro-batches that are waiting, and the slots that this rank holds a sum for.
-    fn held(&self) -> (HeldBatches, Vec<usize>);
+    /// The micro-batches that are waiting, and the sums over them.
+    fn held(&self) -> (HeldBatches, HeldSums);
 
-    /// The sum over the waiting micro-batches for a slot.
-    fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String>;
+    /// The sum over the waiting micro-batches for a slot from a leaf on.
+    fn held_sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String>;
 
     /// Drops the sums that are held, and makes `batches` the micro-batches that are waiting.
     fn restore_held(&mut self, batches: HeldBatches);
 
-    /// Adds to the sum of a slot, whose parameter is `sharded` or not.
-    fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum);
+    /// Adds to the sum of a slot, whose parameter is `sharded` or not, from a leaf on.
+    fn add_held_sum(&mut self, slot: usize, leaf: usize, sharded: bool, sum: Sum);
 
     /// Ends the communication thread.
     fn retire(&mut self);
@@ -96,6 +98,8 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) reducer: Reducer<FloatTensor<B>>,
     /// Micro-batches per reduction.
     pub(super) accumulation: usize,
+    /// This rank's leaves, if the job has logical ranks.
+    pub(super) run: Option<OwnRun>,
     pub(super) device: B::Device,
     pub(super) ladder: Ladder<B>,
     /// True if a call has begun and not ended.
@@ -148,12 +152,13 @@ impl<B: GradientMemory> State<B> {
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
             accumulation: settings.accumulation,
+            run: settings.run,
             device,
             ladder: Ladder::new(),
             open: false,
             reached: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
-            sharded: ShardedGradients::new(slots.len()),
+            sharded: ShardedGradients::new(slots.len(), settings.tree()),
             averages: slots.iter().map(|_| None).collect(),
             compared: slots.iter().map(|_| None).collect(),
             movements: judges.then(|| Movements::new(slots.len())),
@@ -171,6 +176,7 @@ impl<B: GradientMemory> State<B> {
         self.last_batch = 0;
         self.epoch = None;
         self.sharded.clear();
+        self.statistics.iter_mut().for_each(SyncedStatistics::forget_leaves);
     }
 
     /// Forgets the running backward.
@@ -232,15 +238,20 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reducer.discard_held();
     }
 
-    fn held(&self) -> (HeldBatches, Vec<usize>) {
-        let holds = |slot: &usize| self.reducer.holds_sum(*slot) || self.sharded.held_sum(*slot).is_some();
-        (self.reducer.held(), (0..self.slots.len()).filter(holds).collect())
+    fn held(&self) -> (HeldBatches, HeldSums) {
+        let of_slot = |slot: usize| {
+            let leaves = self.reducer.held_leaves(slot).into_iter().chain(self.sharded.held_leaves(slot));
+            leaves.map(move |leaf| (slot, leaf))
+        };
+        let gradients = (0..self.slots.len()).flat_map(of_slot).collect();
+        let statistics = self.statistics.as_ref().map_or(Vec::new(), SyncedStatistics::held_leaves);
+        (self.reducer.held(), HeldSums { gradients, statistics })
     }
 
-    fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
-        match self.sharded.held_sum(slot) {
+    fn held_sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String> {
+        match self.sharded.held_sum(slot, leaf) {
             Some(sum) => Ok(Some(sum.clone())),
-            None => self.reducer.held_sum(slot),
+            None => self.reducer.held_sum(slot, leaf),
         }
     }
 
@@ -249,10 +260,12 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reducer.restore_held(batches);
     }
 
-    fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum) {
+    fn add_held_sum(&mut self, slot: usize, leaf: usize, sharded: bool, sum: Sum) {
+        // Without a tree all micro-batches are one sum.
+        let leaf = if self.reducer.has_tree() { leaf } else { 0 };
         match sharded {
-            true => self.sharded.add_held_sum(slot, sum),
-            false => self.reducer.add_held_sum(slot, sum),
+            true => self.sharded.add_held_sum(slot, leaf, sum),
+            false => self.reducer.add_held_sum(slot, leaf, sum),
         }
     }
 

@@ -29,7 +29,7 @@ fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Resu
     state.last_batch = 0;
     state.epoch = None;
     model.ddp.world().set_step(state.reducer.step());
-    let mut piggyback = model.statistics(state)?;
+    let mut piggyback = model.statistics(state, None)?;
     if state.reducer.compares_replicas() {
         // This rank's parameters are no longer those of the others, and take no part in the comparison.
         state.compared.iter_mut().for_each(|value| *value = None);

@@ -10,6 +10,17 @@ use crate::Result;
 use crate::batch_weight::Batch;
 use crate::gradients::{Boundary, GradientMemory, Outcome, Piggyback};
 
+/// Calls that break the promise of logical ranks, and what to do instead.
+const FLUSH: (&str, &str) = ("`ddp.flush` within a step", "a step ends with its last leaf");
+const ACCUMULATE: (&str, &str) = ("`ddp.accumulate`", "logical ranks say how many micro-batches a step has");
+const STREAM: (&str, &str) = ("a stream, which is dealt to processes", "use `ddp.loader`");
+pub(crate) const THREADS: (&str, &str) = (
+    "random numbers (`ddp.seed`) of ranks that are threads and share one generator",
+    "start processes, by `burnrun` or `Ddp::launch`",
+);
+const SYNC_BATCH_NORM: (&str, &str) =
+    ("`SyncBatchNorm`, which normalizes over processes", "`BatchNorm` averages the running statistics of leaves");
+
 impl WrappedModel {
     /// Takes the model for a step, which no other can begin then.
     pub(super) fn open_step(&self) -> Result<()> {
@@ -26,6 +37,14 @@ impl WrappedModel {
     /// Begins the step, or the micro-batch of a step, that a call makes with `batch`. Returns true if it reduces.
     pub(super) fn begin_step(&self, batch: &Batch, call: Call) -> Result<bool> {
         self.lock().begin(self, Some(batch), call.holds)
+    }
+
+    /// Refuses what breaks the promise of logical ranks, if it `is` what the call does.
+    fn refuse_inexact(&self, is: bool, (what, help): (&str, &str)) -> Result<()> {
+        match is && self.is_exact {
+            true => self.ddp.state().leaves.refuse_if_exact(what, help),
+            false => Ok(()),
+        }
     }
 
     /// Begins a step that adds nothing to the gradients that are held, and reduces them.
@@ -78,14 +97,19 @@ impl WrappedModel {
         self.ended.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The running statistics as a payload behind the buckets.
-    pub(super) fn statistics<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Piggyback> {
+    /// The running statistics as a payload behind the buckets; with logical ranks `leaf` is that of the running
+    /// backward and its weight, if it counts.
+    pub(super) fn statistics<B: GradientMemory>(
+        &self,
+        state: &mut State<B>,
+        leaf: Option<(usize, f64)>,
+    ) -> Result<Piggyback> {
         let mut piggyback = Piggyback::default();
         if let Some(statistics) = &mut state.statistics {
             if statistics.is_synced() {
                 self.refuse_retrained()?;
             }
-            statistics.send(&mut piggyback)?;
+            statistics.send(&mut piggyback, leaf)?;
         }
         Ok(piggyback)
     }
@@ -98,15 +122,21 @@ impl<B: GradientMemory> State<B> {
         model.measure_movements(self)?;
         let skips = model.ddp.state().skips();
         let Some(batch) = batch else {
-            self.reducer.begin(0.0, Boundary::Now, skips)?;
-            self.reducer.begin_time();
+            model.refuse_inexact(self.run.is_some_and(|_| self.reducer.holds_gradients()), FLUSH)?;
+            self.reducer.begin_flush(skips)?;
             return Ok(true);
         };
+        model.refuse_inexact(holds, ACCUMULATE)?;
+        model.refuse_inexact(model.has_synced_norm(), SYNC_BATCH_NORM)?;
+        model.refuse_inexact(batch.step.is_some() && batch.leaf.is_none(), STREAM)?;
+        model.refuse_inexact(model.ddp.draws_alike(), THREADS)?;
         // A weight that the program gave may be that of one of several micro-batches.
-        if self.accumulation > 1 && batch.step.is_some() && !batch.weighted && batch.number == self.last_batch {
+        let has_leaf = self.run.is_some() && batch.leaf.is_some();
+        let again = batch.number == self.last_batch;
+        if again && (has_leaf || self.accumulation > 1 && batch.step.is_some() && !batch.weighted) {
             return Err(model.fault(
-                "a second backward for one batch; with accumulation each micro-batch has one backward: let passes that \
-                do not train this model go through `model.clone().no_grad()`"
+                "a second backward for one batch; with accumulation or logical ranks each micro-batch has one: let \
+                passes that do not train this model go through `model.clone().no_grad()`"
                     .into(),
             ));
         }
@@ -130,7 +160,16 @@ impl<B: GradientMemory> State<B> {
             false if batch.last && !batch.weighted => Boundary::Now,
             false => Boundary::Counted,
         };
-        self.reducer.begin(batch.items, boundary, skips)?;
+        let (weight, leaf) = match self.run {
+            Some(run) => {
+                // The leaf of a loader of another handle has no place in this model's steps.
+                let group = model.ddp.group().id();
+                let leaf = batch.leaf.filter(|leaf| (leaf.group, leaf.division) == (group, run.division));
+                (batch.items / model.ddp.state().leaves.nominal(), leaf)
+            }
+            None => (batch.items, None),
+        };
+        self.reducer.begin(weight, leaf, boundary, skips)?;
         Ok(self.reducer.micro_batch().reducing)
     }
 
@@ -140,19 +179,20 @@ impl<B: GradientMemory> State<B> {
         let micro_batch = self.reducer.micro_batch();
         let shards = model.shards().filter(|_| micro_batch.reducing);
         if let Some(shards) = shards {
-            self.sharded.agree(shards, &model.outstanding(), micro_batch)?;
+            self.sharded.agree(shards, &model.outstanding(), &micro_batch)?;
         }
         for slot in 0..self.slots.len() {
             if let Some(sum) = self.slots[slot].partial.take() {
                 model.put(self, slot, sum)?;
             } else if let Some(shards) = shards.filter(|_| !self.slots[slot].done && self.sharded.must_reduce(slot)) {
-                self.sharded.reduce(shards, slot, None, micro_batch.divisor, &self.device)?;
+                self.sharded.reduce(shards, slot, None, &micro_batch, &self.device)?;
             }
         }
         self.reducer.receive_late()?;
         let mut piggyback = Piggyback::default();
         if micro_batch.reducing {
-            piggyback = model.statistics(self)?;
+            let leaf = self.reducer.own_leaf();
+            piggyback = model.statistics(self, leaf)?;
             if self.reducer.compares_replicas() {
                 model.compare(self, &mut piggyback)?;
             }
@@ -166,6 +206,9 @@ impl<B: GradientMemory> State<B> {
         let results = self.reducer.finish()?;
         if let Some(shards) = model.shards() {
             self.sharded.refuse_weightless(shards)?;
+        }
+        if let Some(statistics) = self.statistics.as_mut().filter(|_| results.is_none()) {
+            statistics.end_leaf(self.reducer.own_leaf())?;
         }
         if let Some(results) = &results {
             model.refuse_differences(self, step, results)?;

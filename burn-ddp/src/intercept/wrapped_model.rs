@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use burn::backend::autodiff::NodeId;
 use burn::module::ParamId;
 use burn::tensor::{DType, Device, TensorData};
-use burn_ddp_comm::ProcessGroup;
+use burn_ddp_comm::{LogicalRanks, ProcessGroup};
 
 use super::model_state::ModelState;
 use super::shard::{CHANGES_BITS, ShardGroup};
 use crate::ddp::Ddp;
-use crate::gradients::{GradientReduction, HeldBatches, Slot, Sum};
+use crate::gradients::{GradientReduction, ReducerSettings, Slot};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
 use crate::telemetry::MemoryUse;
@@ -33,6 +33,10 @@ pub(crate) struct WrappedModel {
     /// The group of the sharded parameters, if there are some.
     shards: Option<ShardGroup>,
     reduction: GradientReduction,
+    /// Division of the leaves of a step, if gradients are added up the tree over them.
+    leaves: Option<LogicalRanks>,
+    /// True if what breaks the promise of logical ranks is an error.
+    pub(super) is_exact: bool,
     /// Keeps the model in the rank's report on memory, until its last tap is gone.
     memory: Mutex<Option<Arc<MemoryUse>>>,
     /// Number of all taps, plus that of the [`Taps`](crate::wrap) values that may attach more.
@@ -131,7 +135,7 @@ impl WrappedModel {
         device: Device,
         id: u64,
         slots: Arc<[Slot]>,
-        reduction: GradientReduction,
+        settings: &ReducerSettings,
         state: Box<dyn ModelState>,
     ) -> Self {
         WrappedModel {
@@ -142,7 +146,9 @@ impl WrappedModel {
             slots,
             local: Local::default(),
             shards: None,
-            reduction,
+            reduction: settings.reduction,
+            leaves: settings.tree().map(|run| run.division),
+            is_exact: settings.exact,
             memory: Mutex::new(None),
             holders: AtomicUsize::new(0),
             state: Mutex::new(state),
@@ -386,6 +392,11 @@ impl WrappedModel {
         }
     }
 
+    /// Division of the leaves of a step, if the job has logical ranks.
+    pub(crate) fn leaves(&self) -> Option<LogicalRanks> {
+        self.leaves
+    }
+
     /// Notes the running statistics of a `SyncBatchNorm` of the model.
     pub(crate) fn note_synced_norm(&self, statistics: &[ParamId]) {
         let known = self.synced_norms.read().unwrap_or_else(PoisonError::into_inner);
@@ -438,26 +449,6 @@ impl WrappedModel {
     /// True if the last backward has left an average for a slot.
     pub(super) fn has_average(&self, slot: usize) -> bool {
         self.lock().has_average(slot)
-    }
-
-    /// The micro-batches that this rank holds, and the slots for which it holds a sum over them.
-    pub(crate) fn held(&self) -> (HeldBatches, Vec<usize>) {
-        self.lock().held()
-    }
-
-    /// The sum that is held for a slot; for a sharded parameter it is that of the whole. Waits for the device.
-    pub(crate) fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
-        self.lock().held_sum(slot)
-    }
-
-    /// Drops the sums that are held, as all ranks do, and makes `batches` the micro-batches that are held.
-    pub(crate) fn restore_held(&self, batches: HeldBatches) {
-        self.lock().restore_held(batches);
-    }
-
-    /// Adds to the sum that is held for a slot.
-    pub(crate) fn add_held_sum(&self, slot: usize, sum: Sum) {
-        self.lock().add_held_sum(slot, self.is_sharded(slot), sum);
     }
 
     /// An error of a backward that names this rank.

@@ -35,5 +35,5 @@ pub(crate) fn open_model(
     let Some(state) = opening.take() else {
         return Err(Error::invalid(format!("{device:?} has no autodiff: make the model on `device.autodiff()`")));
     };
-    Ok(WrappedModel::new(ddp, device, id, slots, settings.reduction, state?))
+    Ok(WrappedModel::new(ddp, device, id, slots, &settings, state?))
 }

@@ -170,6 +170,8 @@ impl DistributedOptimizer {
 
     #[track_caller]
     fn average<M: Module>(&self, model: &M, grads: &mut GradientsParams) -> Result<HashMap<ParamId, TensorData>> {
+        let help = "it averages over processes after each batch; `ddp.wrap` the model instead";
+        self.ddp.state().leaves.refuse_several("a `DistributedOptimizer`", help)?;
         let group = self.ddp.group();
         let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();

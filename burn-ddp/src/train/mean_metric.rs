@@ -12,6 +12,7 @@ use burn_ddp_comm::attribute_calls;
 
 use super::agreed_stop::metric_error;
 use crate::Ddp;
+use crate::exact_sums::ExactSum;
 
 /// A metric whose value over several batches is the mean of the batches' values, weighted by their counts.
 ///
@@ -77,7 +78,7 @@ pub struct GlobalMetric<Me> {
     /// The line of the program that made the metric.
     site: &'static Location<'static>,
     /// Sum and count over this rank's batches since the split began.
-    sum: f64,
+    sum: ExactSum,
     count: usize,
     /// Value over all ranks at the end of the split.
     value: f64,
@@ -85,7 +86,7 @@ pub struct GlobalMetric<Me> {
 
 impl<Me: MeanMetric> GlobalMetric<Me> {
     pub(super) fn new(ddp: Ddp, metric: Me, site: &'static Location<'static>) -> Self {
-        GlobalMetric { metric, ddp, site, sum: 0.0, count: 0, value: f64::NAN }
+        GlobalMetric { metric, ddp, site, sum: ExactSum::default(), count: 0, value: f64::NAN }
     }
 
     fn add(&mut self, entry: &NumericEntry) {
@@ -95,7 +96,7 @@ impl<Me: MeanMetric> GlobalMetric<Me> {
         };
         // The metric has no value for a batch of padding alone.
         if count > 0 {
-            self.sum += whole(self.metric.to_mean(entry.current()) * count as f64);
+            self.sum.add(whole(self.metric.to_mean(entry.current()) * count as f64));
             self.count += count;
         }
     }
@@ -127,17 +128,20 @@ impl<Me: MeanMetric> Metric for GlobalMetric<Me> {
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
         let group = self.ddp.state().metric_group().map_err(metric_error)?;
-        // Counts are exact in f64 up to 2^53.
-        let own = [self.sum, self.count as f64];
-        let all = attribute_calls(self.site, || group.all_gather(&own)).map_err(metric_error)?;
-        let (sum, count) = all.chunks(2).fold((0.0, 0.0), |(sum, count), rank| (sum + rank[0], count + rank[1]));
-        self.value = self.metric.of_mean(sum / count);
+        let own = (self.sum.numbers(), self.count);
+        let all = attribute_calls(self.site, || group.all_gather_object(&own)).map_err(metric_error)?;
+        let (mut sum, mut count) = (ExactSum::default(), 0);
+        for (numbers, of_rank) in all {
+            numbers.into_iter().for_each(|number| sum.add(number));
+            count += of_rank;
+        }
+        self.value = self.metric.of_mean(sum.value() / count as f64);
         Ok(final_entry(self.value, &self.metric.attributes()))
     }
 
     fn clear(&mut self) {
         self.metric.clear();
-        self.sum = 0.0;
+        self.sum = ExactSum::default();
         self.count = 0;
     }
 }

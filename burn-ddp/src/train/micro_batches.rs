@@ -10,13 +10,15 @@ use burn::tensor::Tensor;
 pub(super) struct MicroBatches {
     /// Micro-batches per step.
     per_step: usize,
+    /// True if a step takes the sum over its micro-batches, as Burn's trainer does; false for their mean.
+    adds_up: bool,
     /// Micro-batches so far.
     done: usize,
 }
 
 impl MicroBatches {
-    pub(super) fn new(per_step: usize) -> Self {
-        MicroBatches { per_step, done: 0 }
+    pub(super) fn new(per_step: usize, adds_up: bool) -> Self {
+        MicroBatches { per_step, adds_up, done: 0 }
     }
 
     /// True if a step has more than one micro-batch.
@@ -29,8 +31,8 @@ impl MicroBatches {
         last_of_epoch || self.done + 1 >= self.per_step
     }
 
-    /// Counts a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its micro-batches,
-    /// as in Burn's trainer. `grads` is their (weighted) mean, which is multiplied by their number.
+    /// Counts a micro-batch. If it `completes` the step, returns the step's gradients. `grads` is their (weighted)
+    /// mean, which is multiplied by their number if the step takes the sum.
     pub(super) fn add<M: Module>(
         &mut self,
         model: &M,
@@ -38,7 +40,11 @@ impl MicroBatches {
         completes: bool,
     ) -> Option<GradientsParams> {
         self.done += 1;
-        completes.then(|| scaled(model, grads, std::mem::take(&mut self.done)))
+        let adds_up = self.adds_up;
+        completes.then(|| {
+            let done = std::mem::take(&mut self.done);
+            scaled(model, grads, if adds_up { done } else { 1 })
+        })
     }
 }
 

@@ -57,6 +57,14 @@ impl<M: LearnerModel> DdpStrategy<M> {
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
+        if self.ddp.state().leaves.division().is_some() && micro_batches > 1 {
+            return Err(Error::invalid(format!(
+                "`grads_accumulation({micro_batches})`, but the job has {} logical ranks, which say how many \
+                micro-batches a step has: leave it out; a step then takes the mean over all leaves, and not Burn's sum \
+                over the micro-batches of a process",
+                self.ddp.logical_ranks()
+            )));
+        }
         self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
         let accumulates = match micro_batches {
@@ -144,6 +152,9 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
         // Burn counts epochs from 1. A resumed training continues with the order of its epoch.
         sharded.set_epoch(starting_epoch - 1);
+        // With logical ranks each step has equally many batches on every rank.
+        let leaves = ddp.state().leaves.division().map(|division| division.of_rank(0).len());
+        let accumulation = leaves.unwrap_or(accumulation);
         let mut run = Run { ddp, site, sharded, taps, learner, accumulation, events: event_processor, interrupter };
 
         for epoch in starting_epoch..=num_epochs {
@@ -240,7 +251,7 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Trains for one epoch. Returns true if it ended early, on all ranks.
     fn train(&mut self, loader: &TrainLoader<M>) -> bool {
         let mut batches = loader.iter();
-        let mut micro_batches = MicroBatches::new(self.accumulation);
+        let mut micro_batches = MicroBatches::new(self.accumulation, !self.is_logical());
         let mut iteration = 0;
         while let Some(batch) = batches.next() {
             let batch = match batch {
@@ -284,10 +295,15 @@ impl<M: LearnerModel> Run<'_, M> {
         false
     }
 
+    /// True if the job has logical ranks.
+    fn is_logical(&self) -> bool {
+        self.ddp.state().leaves.division().is_some()
+    }
+
     /// Weight of a micro-batch: 1 over all ranks, whatever its number of items, as in Burn's trainer. Where the user
-    /// weighs batches, each counts by its own weight.
+    /// weighs batches, each counts by its own weight, and with logical ranks by its items.
     fn weight(&self, nth: usize, micro_batches: &MicroBatches) -> Option<f64> {
-        if !micro_batches.accumulates() || self.sharded.has_weights() {
+        if !micro_batches.accumulates() || self.sharded.has_weights() || self.is_logical() {
             return None;
         }
         let plan = self.sharded.plan();
@@ -300,7 +316,8 @@ impl<M: LearnerModel> Run<'_, M> {
     fn step(&self, batch: <M as TrainStep>::Input, items: Option<f64>, holds: bool) -> Result<Output<M>> {
         let model = self.taps.attach(self.learner.model());
         let models = Models(vec![self.taps.wrapped.clone()]);
-        let call = Call { items, holds, counts_backwards: true };
+        // With logical ranks the loader's batches say where a step ends.
+        let call = Call { items, holds: holds && !self.is_logical(), counts_backwards: true };
         let prepare = |TrainOutput { grads: own, .. }: &mut Output<M>, counts| {
             intercept::prepare(&model, &models, Own::Params { own, counts })
         };

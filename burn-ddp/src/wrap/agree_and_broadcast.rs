@@ -15,10 +15,10 @@ use burn_ddp_comm::RowDivision;
 
 use super::attach::Taps;
 use super::inspect_model::{Inspected, inspect};
-use super::memory_estimate::memory;
-use super::{WrapConfig, bucket_size, local_parameters, rank_placement, treatment};
+use super::memory_estimate::{memory, sums_of_leaves};
+use super::{WrapConfig, bucket_size, leaves, local_parameters, rank_placement, treatment};
 use crate::ddp::Ddp;
-use crate::gradients::{Caps, ReducerSettings, Slot};
+use crate::gradients::{Caps, OwnRun, ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Entry;
@@ -53,6 +53,8 @@ pub(crate) struct AgreedModel {
     config: WrapConfig,
     /// Memory of the wrapped model on this rank.
     memory: MemoryUse,
+    /// This rank's leaves, if the job has logical ranks.
+    run: Option<OwnRun>,
     /// Line of the program that called `wrap`.
     site: &'static Location<'static>,
 }
@@ -66,9 +68,11 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     config: &WrapConfig,
 ) -> Result<(M, AgreedModel)> {
     let world = ddp.group();
-    let inspected = agreement::on_outcome(world, "wrap its model", inspect(&model, config))?;
+    let run = leaves::of_model(ddp, config);
+    let inspected = run.and_then(|run| Ok((run, inspect(&model, config, run)?)));
+    let (run, inspected) = agreement::on_outcome(world, "wrap its model", inspected)?;
     let Inspected { device, schema, first_clone, is_buffer, is_local, bases } = inspected;
-    if let Some(difference) = agreement::on_settings(world, &config.settings())? {
+    if let Some(difference) = agreement::on_settings(world, &leaves::with_number(ddp, config.settings()))? {
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
     match agreement::on_model(world, &schema.shared(&is_local)) {
@@ -83,6 +87,11 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     }
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
+    if config.exact {
+        let buffers = is_buffer.contains(&true).then_some(config.buffers);
+        let exact = leaves::refuse_inexact(ddp, &device, on_device, buffers);
+        agreement::on_outcome(world, "wrap its model", exact)?;
+    }
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
     let (mut slots, slot_of) = {
         let divides = |entry: &Entry| config.divides(&entry.dims, world.world_size()) && !bases.contains(&entry.path);
@@ -105,7 +114,11 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     };
     let caps = config.caps(!in_host_memory, measured);
     let place = (world.rank(), world.world_size());
-    let memory = memory(&schema, &first_clone, &slots, place, in_host_memory.then_some(caps));
+    let sums = match run {
+        Some(run) => sums_of_leaves(run.leaves().len()),
+        None => usize::from(config.micro_batches() > 1),
+    };
+    let memory = memory(&schema, &first_clone, &slots, place, in_host_memory.then_some(caps), sums);
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
@@ -138,6 +151,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         is_local: of_ids,
         config,
         memory,
+        run,
         site,
     };
     Ok((model, agreed))
@@ -167,23 +181,26 @@ impl AgreedModel {
         let AgreedModel { device, group, alone, on_device, caps, slots, divided, slot_of, .. } = self;
         let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
         let shared_buffers = self.shared_buffers;
-        let (config, memory, site) = (self.config, ddp.state().meter.holds(self.memory), self.site);
+        let (config, memory, site, run) = (self.config, ddp.state().meter.holds(self.memory), self.site, self.run);
         let settings = ReducerSettings {
             reduction: config.reduction,
-            accumulation: config.micro_batches(),
+            accumulation: run.map_or(config.micro_batches(), |run| run.division.of_rank(0).len()),
+            run,
             caps,
             timeout: ddp.world().options().timeout,
             replica_check: if alone { 0 } else { config.replica_check as u64 },
             exact_replicas: config.exact_replicas,
+            exact: config.exact,
             // Without overlap a backward would wait for the device's reductions at its end, and the device would idle.
             overlap: on_device || !alone && config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
             alone,
         };
-        let policy = if alone { BufferPolicy::Local } else { config.buffers };
+        // The leaves of a rank that is alone are averaged like those of several ranks.
+        let policy = if alone && run.is_none() { BufferPolicy::Local } else { config.buffers };
         // Also where each rank keeps its own: those of a step that fails are put back.
         let statistics = running_stats::handle(model, &is_shared_buffer)
-            .map(|buffers| SyncedStatistics::new(buffers, shared_buffers, policy));
+            .map(|buffers| SyncedStatistics::new(buffers, shared_buffers, policy, settings.tree()));
         let shards = match divided.contains(&true) {
             true => {
                 let mut group = ddp.state().new_group()?;

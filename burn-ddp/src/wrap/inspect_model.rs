@@ -6,6 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
 use super::{WrapConfig, local_parameters};
+use crate::gradients::OwnRun;
 use crate::intercept::{MAX_DIMS, TAP_NAME, find};
 use crate::model::running_stats;
 use crate::model::schema::Schema;
@@ -27,7 +28,7 @@ pub(super) struct Inspected {
 }
 
 /// Checks that `model` can be wrapped with `config`, and describes it.
-pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspected> {
+pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig, run: Option<OwnRun>) -> Result<Inspected> {
     config.check()?;
     if !find(model).is_empty() {
         return Err(Error::invalid("the model is wrapped already; `ddp.unwrap(model)` first to wrap it anew"));
@@ -47,9 +48,13 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspe
     let first_clone = schema.first_clones(model)?;
     let is_local = local_parameters::select(&config.local_parameters, &schema.paths())?;
     refuse_half_local(&schema, &first_clone, &is_local)?;
-    if config.micro_batches() > 1 {
+    let (micro_batches, by) = match run {
+        Some(run) => (run.division.of_rank(0).len(), "several logical ranks per process".to_owned()),
+        None => (config.micro_batches(), format!("`with_accumulation({})`", config.micro_batches())),
+    };
+    if micro_batches > 1 {
         let local = schema.entries.iter().zip(&is_local).filter_map(|(entry, is_local)| is_local.then_some(entry));
-        local_parameters::refuse_accumulation(&format!("`with_accumulation({})`", config.micro_batches()), local)?;
+        local_parameters::refuse_accumulation(&by, local)?;
     }
     let (is_buffer, bases) = (running_stats::which(model), floats.bases);
     Ok(Inspected { device, schema, first_clone, is_buffer, is_local, bases })

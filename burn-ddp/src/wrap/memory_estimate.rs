@@ -1,7 +1,7 @@
 //! Memory that a rank needs for a model, from the shapes of its parameters.
 
 use burn::module::Module;
-use burn_ddp_comm::RowDivision;
+use burn_ddp_comm::{DType, RowDivision};
 
 use super::inspect_model::{Inspected, inspect};
 use super::{WrapConfig, treatment};
@@ -14,7 +14,8 @@ use crate::{Error, Result};
 impl MemoryUse {
     /// Memory for `model`, wrapped with `config`, on the one of `world_size` ranks that holds most.
     /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Buckets count with 1 MiB unless their size is set;
-    /// between machines `wrap` may choose up to 25 MiB, which takes 72 MiB more. Not collective; `world_size` need not
+    /// between machines `wrap` may choose up to 25 MiB, which takes 72 MiB more. An accumulation of k counts with the
+    /// ⌊log₂ k⌋ + 1 sums that logical ranks hold; without them there is one. Not collective; `world_size` need not
     /// be that of this job.
     ///
     /// # Errors
@@ -42,25 +43,32 @@ impl MemoryUse {
         if world_size == 0 {
             return Err(Error::invalid("a job has at least one rank"));
         }
-        let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config)?;
+        let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config, None)?;
         // In a world of 1 the part is the whole.
         let divides =
             |entry: &Entry| world_size > 1 && config.divides(&entry.dims, world_size) && !bases.contains(&entry.path);
         let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
         let alone = world_size == 1 && !config.single_rank_reduction;
         // Rank 0 has the longest parts.
-        Ok(memory(&schema, &first_clone, &slots, (0, world_size), (!alone).then(|| config.caps(false, None))))
+        let caps = (!alone).then(|| config.caps(false, None));
+        Ok(memory(&schema, &first_clone, &slots, (0, world_size), caps, sums_of_leaves(config.micro_batches())))
     }
 }
 
+/// Sums of gradients that a rank holds for as many leaves: those of subtrees that are not complete, and of the leaf.
+pub(super) fn sums_of_leaves(leaves: usize) -> usize {
+    if leaves > 1 { leaves.ilog2() as usize + 1 } else { 0 }
+}
+
 /// Memory of one rank of a world, given as `(rank, world_size)`. `caps` are the sizes of its buckets; `None` means that
-/// it has no buffers in host memory.
+/// it has no buffers in host memory. The rank holds so many `sums` over micro-batches, which are of whole parameters.
 pub(super) fn memory(
     schema: &Schema,
     first_clone: &[usize],
     slots: &[Slot],
     (rank, world): (usize, usize),
     caps: Option<Caps>,
+    sums: usize,
 ) -> MemoryUse {
     let (mut parameters, mut gradients) = (0, 0);
     // Clones of a parameter share its memory.
@@ -93,6 +101,8 @@ pub(super) fn memory(
     // This rank's input, and its share of the result; a larger parameter has memory of its own.
     let shared = largest_in_buffer + largest_in_buffer / world;
     let shared = if largest > MOST_SHARED_BYTES { shared + largest } else { shared };
+    let of_slot = |s: &Slot| s.len_elems() * if s.dtype == DType::F64 { 8 } else { 4 };
+    let gradients = gradients + sums * slots.iter().filter(|s| s.trainable).map(of_slot).sum::<usize>();
     MemoryUse {
         parameters: parameters as u64,
         whole_parameters,

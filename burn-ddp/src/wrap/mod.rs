@@ -19,6 +19,7 @@ mod attach;
 mod bucket_size;
 mod find_wrapped;
 mod inspect_model;
+mod leaves;
 mod local_parameters;
 mod memory_estimate;
 #[cfg(feature = "train")]

@@ -29,7 +29,7 @@ pub(crate) fn parameters_to_divide<M: Module>(
     model: &M,
     config: &WrapConfig,
 ) -> Result<Vec<DividedParameter>> {
-    let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config)?;
+    let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config, None)?;
     let divides = |entry: &Entry| config.divides(&entry.dims, ddp.world_size()) && !bases.contains(&entry.path);
     let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
     let divided: HashSet<String> = slots.into_iter().filter(|slot| slot.sharded).map(|slot| slot.path).collect();

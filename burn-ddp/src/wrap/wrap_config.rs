@@ -40,6 +40,9 @@ pub enum Sharding {
 pub struct WrapConfig {
     /// Micro-batches per step; `None` means 1.
     accumulation: Option<usize>,
+    /// Logical ranks of the config file that the settings come from, which the job must have.
+    #[serde(skip)]
+    pub(crate) logical_ranks: Option<usize>,
     pub(super) reduction: GradientReduction,
     /// Size limits of buckets; `None` means a default that depends on whether gradients are reduced in host memory,
     /// between machines, or on their device.
@@ -48,6 +51,7 @@ pub struct WrapConfig {
     pub(super) buffers: BufferPolicy,
     pub(super) replica_check: usize,
     pub(super) exact_replicas: bool,
+    pub(super) exact: bool,
     /// `None`: the engine, the device and the number of cores decide.
     pub(super) overlap: Option<bool>,
     #[serde(rename = "alone")]
@@ -63,12 +67,14 @@ impl Default for WrapConfig {
     fn default() -> Self {
         WrapConfig {
             accumulation: None,
+            logical_ranks: None,
             reduction: GradientReduction::Mean,
             first_bucket_cap_bytes: None,
             bucket_cap_bytes: None,
             buffers: BufferPolicy::default(),
             replica_check: 100,
             exact_replicas: false,
+            exact: false,
             overlap: None,
             single_rank_reduction: false,
             local_parameters: Vec::new(),
@@ -206,6 +212,30 @@ impl WrapConfig {
     #[must_use]
     pub fn with_exact_replicas(mut self, exact: bool) -> Self {
         self.exact_replicas = exact;
+        self
+    }
+
+    /// If true, refuses by name what keeps [logical ranks](crate::Ddp::set_logical_ranks) from training the same bits
+    /// on any number of processes, as far as it can be seen: NCCL and GPUs, which add in ways of their own; Flex with
+    /// several threads (`RAYON_NUM_THREADS=1` makes it one); ranks that are threads, with `ddp.seed`; running
+    /// statistics that are not averaged; and in later calls a `SyncBatchNorm`, a stream, `ddp.accumulate`, a
+    /// `ddp.flush` within a step, `ddp.join`, norms of sharded gradients, and `ddp.mean` and `ddp.sum` of floats. False
+    /// by default.
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(1, |ddp| {
+    ///     let model = LinearConfig::new(4, 4).init(&ddp.device()?.autodiff());
+    ///     let error = ddp.wrap_with(model, &WrapConfig::new().with_exact(true)).unwrap_err().to_string();
+    ///     assert!(error.contains("ddp.set_logical_ranks"), "{error}");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_exact(mut self, exact: bool) -> Self {
+        self.exact = exact;
         self
     }
 

@@ -386,6 +386,31 @@ fn all_worlds_follow_burns_trainer() {
 }
 
 #[test]
+fn logical_ranks_train_and_measure_the_same_bits_on_any_number_of_ranks() {
+    let (job, model) = (Job { train: Points::new(1, 90), ..Job::new() }, model());
+    let run = |world: usize| {
+        let all = Ddp::spawn(world, |ddp| {
+            ddp.set_logical_ranks(6)?;
+            job.on_rank(&ddp, model.clone(), Path::new("unused"), |t| t)
+        });
+        let all = all.unwrap();
+        assert!(all.iter().all(|rank| rank.error.is_none()), "{:?}", all[0].error);
+        (all[0].hash.clone(), all[0].finals.clone())
+    };
+    let one = run(1);
+    for world in [2, 3, 4, 6] {
+        assert_eq!(run(world), one, "{world} ranks");
+    }
+    let refused = Ddp::spawn(2, |ddp| {
+        ddp.set_logical_ranks(4)?;
+        let job = Job { accumulation: Some(2), ..Job::new() };
+        Ok(job.on_rank(&ddp, model.clone(), Path::new("unused"), |t| t)?.error)
+    });
+    let text = refused.unwrap().remove(0).expect("an error");
+    assert!(text.contains("`grads_accumulation(2)`, but the job has 4 logical ranks"), "{text}");
+}
+
+#[test]
 fn accumulation_and_its_tail_are_burns() {
     // 9 batches, the last of 4 items: steps after 4, 8 and, at the end of the epoch, 9.
     let job = Job { train: Points::new(1, 100), accumulation: Some(4), ..Job::new() };

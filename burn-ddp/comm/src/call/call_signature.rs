@@ -171,7 +171,8 @@ impl fmt::Display for CallInfo {
         } else {
             let (partner, details) = (self.partner(), self.details());
             // A user who wrapped a model has not called `all_reduce_weighted`, so the message says what it is for.
-            if self.collective == Collective::AllReduceWeighted && self.site.is_wrapped() {
+            let reduces = matches!(self.collective, Collective::AllReduceWeighted | Collective::AllReduceLeaves);
+            if reduces && self.site.is_wrapped() {
                 f.write_str("the reduction of gradients, ")?;
             }
             write!(f, "{} #{}{partner} of group {group}{details}", self.collective, self.sequence)?;

@@ -43,11 +43,13 @@ pub enum Collective {
     Recv,
     /// Two ranks swap buffers.
     SendRecv,
+    /// Each rank gets the mean of the leaves that all ranks have summed.
+    AllReduceLeaves,
 }
 
 impl Collective {
     /// Every kind, in the order of their codes on the wire.
-    pub const ALL: [Collective; 18] = [
+    pub const ALL: [Collective; 19] = [
         Collective::NewGroup,
         Collective::Barrier,
         Collective::AllReduce,
@@ -66,6 +68,7 @@ impl Collective {
         Collective::Send,
         Collective::Recv,
         Collective::SendRecv,
+        Collective::AllReduceLeaves,
     ];
 
     /// Kind of the other rank's call, for a call between two ranks; `None` for calls that all ranks of a group make.
@@ -108,6 +111,7 @@ impl fmt::Display for Collective {
             Collective::Send => "send",
             Collective::Recv => "recv",
             Collective::SendRecv => "send_recv",
+            Collective::AllReduceLeaves => "all_reduce_leaves",
         })
     }
 }

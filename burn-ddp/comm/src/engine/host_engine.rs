@@ -139,7 +139,7 @@ impl<T: Transport> HostEngine<T> {
             let len = piece.rows.first().map_or(out.len(), |row| row.len());
             let reduction = match op {
                 Some(op) => Reduction::Op(op),
-                None => Reduction::Weighted(checked_weights(call, piece.weights)?),
+                None => Reduction::of_weights(call, checked_weights(call, piece.weights)?),
             };
             let mut sources = Vec::with_capacity(piece.rows.len() + 1);
             sources.extend(piece.rows.iter().map(|row| Source::Bytes(row)));
@@ -167,7 +167,7 @@ impl<T: Transport> HostEngine<T> {
     ) -> Result<()> {
         let reduction = match op {
             Some(op) => Reduction::Op(op),
-            None => Reduction::Weighted(checked_weights(call, weights)?),
+            None => Reduction::of_weights(call, checked_weights(call, weights)?),
         };
         let mut sources = vec![Source::Output; self.transport.world_size()];
         for (nth, peer) in self.peers().enumerate() {

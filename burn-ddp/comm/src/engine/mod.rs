@@ -12,6 +12,7 @@ use crate::{DType, Error, ReduceOp, Result};
 pub(crate) mod auto_fabric;
 mod choice;
 mod host_engine;
+mod leaf_rows;
 mod row_calls;
 mod row_division;
 mod shared_buffer;
@@ -25,6 +26,8 @@ mod unavailable_reason;
 
 pub use self::choice::EngineChoice;
 pub use self::host_engine::{HostEngine, checked_weights};
+pub use self::leaf_rows::OwnLeaves;
+pub(crate) use self::leaf_rows::reduce_leaf_rows;
 pub(crate) use self::row_calls::gather_rows;
 pub use self::row_calls::{PartReduction, gather_rows_into, reduce_rows};
 pub use self::row_division::RowDivision;

@@ -5,9 +5,9 @@ use super::CallPath;
 use crate::call::Collective;
 use crate::call::call_arguments::{Caller, ON_DEVICE, Request, check_op, check_rows, check_whole, digest, refuse};
 use crate::dtype::Element;
-use crate::engine::OnDevice;
+use crate::engine::{OnDevice, OwnLeaves, reduce_leaf_rows};
 use crate::tensor_type::TensorType;
-use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
+use crate::{DType, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 impl CallPath {
     pub(crate) fn barrier(&self, caller: Caller) -> Result<()> {
@@ -89,6 +89,80 @@ impl CallPath {
             check_op(ReduceOp::Mean, dtype)?;
             engine.all_reduce_shared(call, dtype, buffer, None)
         })
+    }
+
+    pub(crate) fn all_reduce_leaves_shared(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        own: OwnLeaves<'_>,
+        tag: u64,
+    ) -> Result<SharedView> {
+        let rows = own.division.rows();
+        let len = buffer.len_bytes();
+        let request = self.request_of_leaves(caller, dtype, len, own, tag);
+        if rows == 1 {
+            let op = own.weights.is_empty().then_some(ReduceOp::Sum);
+            return self.call(request, |engine, call| {
+                self.check_leaves(dtype, len, own)?;
+                engine.all_reduce_shared(call, dtype, buffer, op)
+            });
+        }
+        let row = len / rows;
+        let (row_bytes, world_size) = (dtype.size_bytes(), self.size());
+        let elements = RowDivision { rows: row / row_bytes, row_bytes, world_size };
+        let ranges: Vec<_> = (0..world_size).map(|rank| elements.bytes_of(rank)).collect();
+        let mut result = SharedBuffer::plain(row);
+        let mut mine = vec![0; ranges[self.rank].len()];
+        self.call(request, |engine, call| {
+            self.check_leaves(dtype, len, own)?;
+            reduce_leaf_rows(engine, call, (dtype, own), buffer.bytes_mut(), &ranges, &mut mine)
+        })?;
+        let gather = Request::elements(Collective::AllGather, dtype, row, caller);
+        let request = Request { tag, digest: request.digest, ..gather };
+        self.call(request, |engine, call| {
+            let mut rest = result.bytes_mut();
+            let mut outputs = Vec::with_capacity(ranges.len());
+            for range in &ranges {
+                let (output, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
+                outputs.push(output);
+                rest = behind;
+            }
+            engine.all_gather(call, &mine, &mut outputs)
+        })?;
+        Ok(result.view())
+    }
+
+    /// The call in which this rank passes sums of leaves in `len` bytes.
+    pub(super) fn request_of_leaves(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        len: usize,
+        own: OwnLeaves<'_>,
+        tag: u64,
+    ) -> Request {
+        let OwnLeaves { division, weights } = own;
+        let words = [division.count(), division.ranks(), usize::from(weights.is_empty())];
+        let digest = digest(words.map(|word| word as u64));
+        let weight = if weights.is_empty() { 1.0 } else { weights.iter().sum() };
+        Request { weight, tag, digest, ..Request::elements(Collective::AllReduceLeaves, dtype, len, caller) }
+    }
+
+    /// Fails unless `own` fits the group and a buffer of `len` bytes.
+    pub(super) fn check_leaves(&self, dtype: DType, len: usize, own: OwnLeaves<'_>) -> Result<()> {
+        let OwnLeaves { division, weights } = own;
+        let rows = division.rows();
+        check_whole(dtype, len)?;
+        check_op(ReduceOp::Mean, dtype)?;
+        if division.ranks() != self.size() {
+            return refuse(format!("leaves for {} ranks, but the group has {}", division.ranks(), self.size()));
+        }
+        if !weights.is_empty() && weights.len() != rows {
+            return refuse(format!("{} weights for {rows} rows", weights.len()));
+        }
+        check_rows("a buffer", dtype, len, rows, len / rows)
     }
 
     /// Without an `op`, the reduction is the weighted mean, in which this rank has the weight `weight`.

@@ -8,7 +8,7 @@ use super::{CallPath, Pending, ProcessGroup};
 use crate::Error;
 use crate::call::call_arguments::{Caller, ON_DEVICE, Request, check_op, digest, refuse};
 use crate::call::{Call, Collective};
-use crate::engine::{Engine, checked_weights, gather_rows, reduce_rows};
+use crate::engine::{Engine, OwnLeaves, checked_weights, gather_rows, reduce_leaf_rows, reduce_rows};
 use crate::{DType, PartReduction, ReduceOp, Result, RowDivision, SharedBuffer, SharedView};
 
 impl ProcessGroup {
@@ -259,6 +259,40 @@ impl ProcessGroup {
         })
     }
 
+    /// [`all_reduce_leaves_shared`](Self::all_reduce_leaves_shared) of a divided tensor, of which each rank gets its
+    /// rows: `buffer` is `[rows of leaves, tensor]`. Costs an [`all_to_all`](Self::all_to_all) of it.
+    ///
+    /// # Errors
+    /// Those of `all_reduce_leaves_shared`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, LogicalRanks, OwnLeaves, RowDivision, World};
+    ///
+    /// World::spawn(2, |world| {
+    ///     let (group, rank) = (world.group()?, world.rank());
+    ///     let own = OwnLeaves { division: LogicalRanks::new(2, 2).unwrap(), weights: &[1.0] };
+    ///     let division = RowDivision { rows: 2, row_bytes: 4, world_size: 2 };
+    ///     let tensor = [1.0_f32, 3.0].map(|x| (x * (rank + 1) as f32).to_le_bytes()).concat();
+    ///     let part = group.reduce_scatter_leaves(DType::F32, division, &tensor, own, 0)?;
+    ///     assert_eq!(part, [1.5_f32, 4.5][rank].to_le_bytes());
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn reduce_scatter_leaves(
+        &self,
+        dtype: DType,
+        division: RowDivision,
+        buffer: &[u8],
+        own: OwnLeaves<'_>,
+        tag: u64,
+    ) -> Result<Vec<u8>> {
+        self.calls.reduce_scatter_leaves(self.in_turn(Location::caller()), (dtype, division), buffer, own, tag)
+    }
+
     /// Starts a [`reduce_scatter_parts`](Self::reduce_scatter_parts) without blocking; yields this rank's part.
     ///
     /// # Example
@@ -306,6 +340,25 @@ impl CallPath {
         self.reduce_divided(caller, (dtype, division), Some(whole.len()), request, |engine, call, reduction| {
             part.resize(division.bytes_of(self.rank).len(), 0);
             reduce_rows(engine, call, (dtype, division), whole, reduction, &mut part)
+        })?;
+        Ok(part)
+    }
+
+    fn reduce_scatter_leaves(
+        &self,
+        caller: Caller,
+        (dtype, division): (DType, RowDivision),
+        buffer: &[u8],
+        own: OwnLeaves<'_>,
+        tag: u64,
+    ) -> Result<Vec<u8>> {
+        division.check(dtype, self.size())?;
+        let ranges: Vec<_> = (0..self.size()).map(|rank| division.bytes_of(rank)).collect();
+        let mut part = vec![0; ranges[self.rank].len()];
+        self.call(self.request_of_leaves(caller, dtype, buffer.len(), own, tag), |engine, call| {
+            self.check_leaves(dtype, buffer.len(), own)?;
+            check_bytes(buffer.len(), own.division.rows() * division.len_bytes())?;
+            reduce_leaf_rows(engine, call, (dtype, own), buffer, &ranges, &mut part)
         })?;
         Ok(part)
     }

@@ -3,7 +3,7 @@
 use std::panic::Location;
 
 use super::ProcessGroup;
-use crate::engine::OnDevice;
+use crate::engine::{OnDevice, OwnLeaves};
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl ProcessGroup {
@@ -76,6 +76,56 @@ impl ProcessGroup {
         tag: u64,
     ) -> Result<SharedView> {
         self.calls.all_reduce_weighted_shared(self.in_turn(Location::caller()), dtype, buffer, weight, tag)
+    }
+
+    /// Reduces the sums of leaves in a buffer of [`shared_buffers`](Self::shared_buffers) to their mean, or to their
+    /// sum if `own` has no weights: up one tree over all leaves, whatever the number of ranks.
+    ///
+    /// The buffer is `[rows, n]`, one row for each subtree of this rank; a row whose subtree has nothing to add is −0,
+    /// which changes no sum, and so are rows behind the last subtree. The result is `[n]`: `Σ sums / Σ weights`.
+    /// Elements are f32 or f64, so that partial sums are not rounded on the way.
+    ///
+    /// With one row per rank it costs what [`all_reduce_shared`](Self::all_reduce_shared) costs; with `r` rows
+    /// `(r + 1) / 2` times its bytes, and two calls.
+    ///
+    /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, LogicalRanks, OwnLeaves, World};
+    ///
+    /// // The mean of 0, 1, … 5 on 1, 2 and 4 ranks.
+    /// for ranks in [1, 2, 4] {
+    ///     World::spawn(ranks, |world| {
+    ///         let (group, division) = (world.group()?, LogicalRanks::new(6, ranks).unwrap());
+    ///         let mut buffer = group.shared_buffers(&[division.rows() * 8])?.remove(0);
+    ///         let (mut sums, mut weights) = (vec![-0.0; division.rows()], vec![0.0; division.rows()]);
+    ///         for (row, leaves) in division.subtrees(world.rank()).into_iter().enumerate() {
+    ///             (sums[row], weights[row]) = (leaves.clone().map(|leaf| leaf as f64).sum(), leaves.len() as f64);
+    ///         }
+    ///         let bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+    ///         buffer.bytes_mut().copy_from_slice(&bytes);
+    ///         let own = OwnLeaves { division, weights: &weights };
+    ///         let mean = group.all_reduce_leaves_shared(DType::F64, &mut buffer, own, 0)?;
+    ///         assert_eq!(mean[..], 2.5_f64.to_le_bytes());
+    ///         Ok::<_, burn_ddp_comm::Error>(())
+    ///     }).into_iter().collect::<Result<(), _>>()?;
+    /// }
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_reduce_leaves_shared(
+        &self,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        own: OwnLeaves<'_>,
+        tag: u64,
+    ) -> Result<SharedView> {
+        self.calls.all_reduce_leaves_shared(self.in_turn(Location::caller()), dtype, buffer, own, tag)
     }
 
     /// Reduces elements in a device's memory over all ranks, on an engine that reaches that memory, such as NCCL.

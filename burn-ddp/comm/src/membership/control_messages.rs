@@ -138,6 +138,6 @@ mod tests {
             &beat,
             &[9, 3, 9, 4, 7, 9, 5, 1, 4, 130, 128, 128, 128, 16, 2, b'i', b't'],
         ];
-        assert_eq!((PROTOCOL_VERSION, bytes.concat()), (6, expected.concat()));
+        assert_eq!((PROTOCOL_VERSION, bytes.concat()), (7, expected.concat()));
     }
 }

@@ -25,6 +25,7 @@ use self::kernel::Isa;
 pub(crate) use self::partial_sums::{Form, Leaf, Terms};
 pub(crate) use self::source::Source;
 pub(crate) use self::tree::halves;
+use crate::call::{Call, Collective};
 use crate::{DType, Error, ReduceOp, Result};
 
 mod cache_blocks;
@@ -55,6 +56,19 @@ pub(crate) enum Reduction<'a> {
     Op(ReduceOp),
     /// Σ wᵣxᵣ / Σ wᵣ with these weights, which are finite, not negative, and not all zero.
     Weighted(&'a [f64]),
+    /// Σ xᵣ / Σ wᵣ with such weights: each source is a weighted sum already, or −0 where its rank adds nothing. All
+    /// keep their places in the tree.
+    Sums(&'a [f64]),
+}
+
+impl<'a> Reduction<'a> {
+    /// The reduction of a call whose ranks have `weights`.
+    pub(crate) fn of_weights(call: &Call, weights: &'a [f64]) -> Reduction<'a> {
+        match call.info.collective {
+            Collective::AllReduceLeaves => Reduction::Sums(weights),
+            _ => Reduction::Weighted(weights),
+        }
+    }
 }
 
 /// Reduces `sources`, each as long as `out`, into `out`.
@@ -98,7 +112,7 @@ fn reduce_with(
     match reduction {
         Reduction::Op(op) if also.is_none() && small_reductions::two(dtype, op, sources, out) => Ok(()),
         Reduction::Op(op) => Plan { total: divisor(op, sources.len()), ..plan(Fold::of(op)) }.run(out, also),
-        Reduction::Weighted(weights) if weights.len() != sources.len() => {
+        Reduction::Weighted(weights) | Reduction::Sums(weights) if weights.len() != sources.len() => {
             internal(format!("{} weights for {} sources", weights.len(), sources.len()))
         }
         Reduction::Weighted(weights) if sources.len() <= FEW => {
@@ -109,6 +123,19 @@ fn reduce_with(
             let mut present = (sources.to_vec(), weights.to_vec());
             weighted(plan(Fold::Sum), weights, (&mut present.0, &mut present.1)).run(out, also)
         }
+        Reduction::Sums(weights) => Plan { total: sum_up_the_tree(weights), ..plan(Fold::Sum) }.run(out, also),
+    }
+}
+
+/// The sum of numbers of all places, added in the order in which their elements are.
+pub(crate) fn sum_up_the_tree(numbers: &[f64]) -> f64 {
+    match numbers {
+        [] => 0.0,
+        [number] => *number,
+        _ => {
+            let (left, right) = numbers.split_at(halves(0..numbers.len()).1.start);
+            sum_up_the_tree(left) + sum_up_the_tree(right)
+        }
     }
 }
 
@@ -116,7 +143,7 @@ fn reduce_with(
 fn check_defined(dtype: DType, reduction: Reduction<'_>) -> Result<()> {
     let defined = match reduction {
         Reduction::Op(op) => op.supports(dtype),
-        Reduction::Weighted(_) => ReduceOp::Mean.supports(dtype),
+        Reduction::Weighted(_) | Reduction::Sums(_) => ReduceOp::Mean.supports(dtype),
     };
     let message = || format!("an undefined reduction of {dtype} reached the kernels");
     if defined { Ok(()) } else { Err(Error::Internal { message: message() }) }

@@ -8,8 +8,8 @@ use super::fold_and_weights::{Fold, Weights};
 use super::kernel::{Isa, Pass};
 use super::source::Source;
 use super::tree::{MAX_SOURCES, halves};
-use super::{Reduction, check_defined, divisor, isa, scale};
-use crate::{DType, Result};
+use super::{Reduction, check_defined, divisor, isa, scale, sum_up_the_tree};
+use crate::{DType, ReduceOp, Result};
 
 /// Elements that are reduced at a time: intermediate results stay in the first cache level.
 const BLOCK: usize = 1024;
@@ -69,12 +69,18 @@ impl Terms {
                 let factors = total.map(|_| factors);
                 Terms { total: total.unwrap_or(present.len() as f64), factors, ranks: present, ..all }
             }
+            Reduction::Sums(weights) => Terms { total: sum_up_the_tree(weights), ..all },
         })
     }
 
-    /// True if these terms of a weighted mean are those of ranks with `weights`.
-    pub(crate) fn are_of_weights(&self, weights: &[f64]) -> Result<bool> {
-        let theirs = Terms::new(self.dtype, Reduction::Weighted(weights), weights.len())?;
+    /// Terms of a sum over `leaves` leaves, weighted already, that is divided by `total`.
+    pub(crate) fn of_leaves(dtype: DType, leaves: usize, total: f64) -> Result<Terms> {
+        Ok(Terms { total, ..Terms::new(dtype, Reduction::Op(ReduceOp::Sum), leaves)? })
+    }
+
+    /// True if these terms are those of the weighted `reduction` of so many ranks.
+    pub(crate) fn are_of(&self, reduction: Reduction<'_>, ranks: usize) -> Result<bool> {
+        let theirs = Terms::new(self.dtype, reduction, ranks)?;
         Ok((&self.ranks, &self.factors, self.total) == (&theirs.ranks, &theirs.factors, theirs.total))
     }
 
@@ -172,7 +178,6 @@ mod tests {
 
     use super::super::reduce;
     use super::*;
-    use crate::ReduceOp;
 
     /// The subtrees of `places` that lie in one part each, where `part_of` says the part of each place.
     fn cut(places: Range<usize>, part_of: &[usize], out: &mut Vec<Range<usize>>) {
@@ -201,10 +206,15 @@ mod tests {
             len in prop_oneof![0_usize..70, 1000_usize..1100],
             seed in any::<u64>(),
             split in 0_usize..1100,
+            sums in any::<bool>(),
         ) {
             let n = part_of.len();
             let weights = &weights[..n];
-            let reduction = ops.map_or(Reduction::Weighted(weights), Reduction::Op);
+            let reduction = match ops {
+                Some(op) => Reduction::Op(op),
+                None if sums => Reduction::Sums(weights),
+                None => Reduction::Weighted(weights),
+            };
             let op = ops.unwrap_or(ReduceOp::Mean);
             prop_assume!(op.supports(dtype) && weights.iter().any(|weight| *weight > 0.0));
             let mut state = seed;

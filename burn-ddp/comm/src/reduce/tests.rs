@@ -80,6 +80,9 @@ macro_rules! expected_float {
                 Reduction::Op(ReduceOp::Min) => by_levels(all, &min),
                 Reduction::Op(ReduceOp::Max) => by_levels(all, &max),
                 Reduction::Op(ReduceOp::Product) => by_levels(all, &|a, b| a * b),
+                Reduction::Sums(weights) => {
+                    by_levels(all, &|a, b| a + b) / by_levels(weights.to_vec(), &|a, b| a + b) as $acc
+                }
                 Reduction::Weighted(weights) => {
                     let present = || weights.iter().zip(elements).filter(|(weight, _)| **weight > 0.0);
                     // The largest weight of the tests is between 1 and 2, so none is scaled. Equal weights count as
@@ -230,6 +233,7 @@ fn weights_yield_the_bits_of_the_contract() {
                     let mut weights: Vec<f64> = (0..world).map(|_| random.below(8) as f64 / 8.0).collect();
                     weights[random.below(world)] = 1.5;
                     check(isa, dtype, Reduction::Weighted(&weights), (world, len), &mut random);
+                    check(isa, dtype, Reduction::Sums(&weights), (world, len), &mut random);
                 }
             }
         }

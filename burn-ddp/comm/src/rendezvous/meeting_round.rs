@@ -415,6 +415,6 @@ mod tests {
         // The cores of the machine are in the middle.
         let (begin, end) = (&bytes[..6], &bytes[bytes.len() - 12..]);
         let expected = (&[1, 1, b'h', 7, 1, 0][..], &[2, 1, b'h', 9, 0, 1, b'0', 0, 0, 1, 30, 12][..]);
-        assert_eq!((PROTOCOL_VERSION, (begin, end)), (6, expected));
+        assert_eq!((PROTOCOL_VERSION, (begin, end)), (7, expected));
     }
 }

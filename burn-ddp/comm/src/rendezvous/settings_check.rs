@@ -36,6 +36,10 @@ impl ComparedSettings {
             ),
             ("encryption of data (BURN_DDP_ENCRYPT)", if options.encrypt_data { "data" } else { "none" }.to_owned()),
             ("flows between two ranks (BURN_DDP_FLOWS)", options.flows.to_string()),
+            (
+                "logical ranks (BURN_DDP_LOGICAL_RANKS)",
+                options.logical_ranks.map_or("none".to_owned(), |count| count.to_string()),
+            ),
             ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));

@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(
             (PROTOCOL_VERSION, requests, responses),
             (
-                6,
+                7,
                 vec![
                     0, 1, 107, 1, 7, 1, 1, 107, 172, 2, 2, 1, 107, 1, 7, 3, 1, 107, 1, 4, 1, 107, 5, 1, 1, 107, 1, 7,
                     5, 0

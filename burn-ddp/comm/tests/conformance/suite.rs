@@ -11,6 +11,10 @@ macro_rules! conformance {
             weights_that_differ_are_an_error_on_all_ranks,
             parts_of_a_weighted_mean_are_those_of_the_whole,
         );
+        crate::conformance!($make; leaves:
+            means_of_leaves_do_not_depend_on_the_ranks,
+            leaves_without_weight_are_refused_on_all_ranks_alike,
+        );
     };
     // For engines that scale before they add.
     ($make:expr; but the means of unequal weights) => {

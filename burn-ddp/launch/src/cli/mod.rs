@@ -95,7 +95,7 @@ struct Read {
 impl Read {
     fn launcher(self) -> Result<Launcher, LaunchError> {
         let cli = self.cli;
-        let master = cli.master()?;
+        let (master, leaves) = (cli.master()?, cli.leaves()?);
         let stdio = match cli.stdio {
             StdioMode::Prefixed => Stdio::Prefixed,
             StdioMode::Plain => Stdio::Plain,
@@ -129,6 +129,9 @@ impl Read {
             launcher = given.into_iter().fold(launcher, apply);
         }
         launcher = launcher.bind_to(bind_to);
+        launcher = leaves
+            .into_iter()
+            .fold(launcher, |launcher, count| launcher.env("BURN_DDP_LOGICAL_RANKS", count.to_string()));
         launcher = if cli.encrypt { launcher.env("BURN_DDP_ENCRYPT", "data") } else { launcher };
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);

@@ -1,6 +1,7 @@
 //! The options of `burnrun`, from the command line and from environment variables, each checked by itself.
 
 use std::ffi::OsString;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -30,6 +31,13 @@ pub(super) struct Cli {
     #[arg(short = 'n', long, alias = "nproc_per_node", value_name = "N|auto", env = "BURNRUN_NPROC_PER_NODE")]
     #[arg(default_value = "1", value_parser = parse_nproc, allow_negative_numbers = true)]
     pub(super) nproc_per_node: usize,
+
+    /// Micro-batches of a training step over all ranks
+    ///
+    /// A program that uses burn-ddp's loaders then trains the same bits on any number of ranks up to this one. Each
+    /// rank makes its share of the micro-batches, one after the other.
+    #[arg(long, alias = "logical_ranks", value_name = "COUNT", env = "BURNRUN_LOGICAL_RANKS")]
+    pub(super) logical_ranks: Option<NonZeroUsize>,
 
     /// Cores to which each rank is bound: `core`, `numa`, `none`
     ///
@@ -230,6 +238,21 @@ pub(super) enum StdioMode {
 }
 
 impl Cli {
+    /// The number of logical ranks, as the ranks get it.
+    ///
+    /// # Errors
+    /// [`LaunchError::Usage`] if there are more ranks.
+    pub(super) fn leaves(&self) -> Result<Option<usize>, LaunchError> {
+        let (count, nodes) = (self.logical_ranks.map(NonZeroUsize::get), self.nnodes);
+        let ranks = self.nproc_per_node.saturating_mul(nodes);
+        match count.filter(|count| *count < ranks) {
+            Some(count) => Err(LaunchError::Usage(format!(
+                "--logical-ranks {count} for {ranks} ranks: each rank makes one micro-batch of a step at least"
+            ))),
+            None => Ok(count),
+        }
+    }
+
     /// Address at which the machines meet; `None` for one machine.
     pub(super) fn master(&self) -> Result<Option<(String, u16)>, LaunchError> {
         let usage = |message: &str| Err(LaunchError::Usage(message.into()));

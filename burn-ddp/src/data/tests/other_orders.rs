@@ -75,7 +75,7 @@ fn a_position_resumes_in_its_own_order_only() {
                 for position in positions {
                     let resumed = train.resume(position).map_err(|error| error.to_string());
                     match resumed {
-                        Ok(()) => assert_eq!((name, train.position()), (*of, *position)),
+                        Ok(()) => assert_eq!((name, train.position()), (*of, position.clone())),
                         Err(error) => assert!(
                             name != *of
                                 && ["its order was", "its order had", "its dataset had"]

@@ -63,7 +63,7 @@ fn run(
     });
     let (read, positions): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
     assert!(positions.iter().all(|position| *position == positions[0]), "{positions:?}");
-    (read, positions[0])
+    (read, positions[0].clone())
 }
 
 /// The items that all ranks of a run read with a weight, in order. Checks the invariants of every step.
@@ -166,9 +166,9 @@ fn progress_goes_on_where_it_was() {
         })[0]
     };
     let position = Position::new(4, 40, 100, None);
-    assert_eq!(at(4, position), ((10, 25), (11, 25)), "as if nothing had happened");
-    assert_eq!(at(20, position), ((2, 5), (3, 5)));
-    assert_eq!(at(7, position), ((5, 14), (6, 14)), "9 steps for the 60 that are left");
+    assert_eq!(at(4, position.clone()), ((10, 25), (11, 25)), "as if nothing had happened");
+    assert_eq!(at(20, position.clone()), ((2, 5), (3, 5)));
+    assert_eq!(at(7, position.clone()), ((5, 14), (6, 14)), "9 steps for the 60 that are left");
     spawn(2, |ddp| {
         let train = loader(&ddp, &Run { world: 2, extra: 2, ..ALL }, 100, None)?;
         train.resume(&position)?;

@@ -120,3 +120,20 @@ fn samplers_that_do_not_fit_the_dataset_are_errors_on_all_ranks() {
         Ok(())
     });
 }
+
+#[test]
+fn samplers_that_differ_in_a_later_epoch_are_an_error_on_every_rank() {
+    let errors = spawn(2, |ddp| {
+        // The first epochs are alike.
+        let draws: fn(usize) -> Vec<usize> = if ddp.rank() == 0 { |epoch| vec![0, epoch % 2] } else { |_| vec![0, 0] };
+        let sampler = Says { len: 2, dataset_len: None, draws };
+        let train = ddp.loader(Keep).sampler(sampler).build(numbers(2))?;
+        assert_eq!(train.iter().count(), 1);
+        let error = train.iter().next().expect("an error").unwrap_err().to_string();
+        // The group is still of use: the third epochs are alike again.
+        assert_eq!(train.iter().filter(Result::is_ok).count(), 1);
+        Ok(error)
+    });
+    assert_eq!(errors[0], errors[1]);
+    assert!(errors[0].contains("the order of the items") && errors[0].contains("in epoch 2"), "{errors:?}");
+}

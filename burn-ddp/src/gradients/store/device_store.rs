@@ -12,6 +12,7 @@ use super::{Arrival, GradientStore, Outcome};
 use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
+use crate::gradients::leaf_nodes::{Nodes, OwnRun};
 use crate::gradients::memory::GradientMemory;
 use crate::tensor_conversion::burn_dtype;
 
@@ -20,6 +21,8 @@ pub(super) struct DeviceStore<B: GradientMemory> {
     device: B::Device,
     /// True if other ranks add to the gradients.
     lends: bool,
+    /// The leaves, with logical ranks in a world of 1.
+    run: Option<OwnRun>,
     /// Gradients of the running step, until they are lent.
     gradients: Vec<Option<Gradient<B>>>,
     /// Averages of the step being finished.
@@ -29,14 +32,15 @@ pub(super) struct DeviceStore<B: GradientMemory> {
 enum Gradient<B: GradientMemory> {
     Whole(FloatTensor<B>),
     /// Over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is lent.
-    Sum(FloatTensor<B>),
+    Sums(Nodes<FloatTensor<B>>),
 }
 
 impl<B: GradientMemory> DeviceStore<B> {
-    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, lends: bool) -> Self {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, lends: bool, run: Option<OwnRun>) -> Self {
         DeviceStore {
             device,
             lends,
+            run,
             gradients: slots.iter().map(|_| None).collect(),
             averages: slots.iter().map(|_| None).collect(),
             slots,
@@ -82,14 +86,19 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         let gradient = match contribution {
             Contribution::Ignored => return Ok(Arrival::Now),
             Contribution::Whole => Gradient::Whole(gradient),
-            Contribution::Added(weight) => {
+            Contribution::Added { weight, leaf } => {
                 let gradient = if is_narrow(dtype) { B::float_cast(gradient, FloatDType::F32) } else { gradient };
                 let gradient =
                     if weight == 1.0 { gradient } else { B::float_mul_scalar(gradient, Scalar::Float(weight)) };
-                Gradient::Sum(match self.gradients[slot].take() {
-                    Some(Gradient::Sum(sum)) => B::float_add(sum, gradient),
-                    _ => gradient,
-                })
+                let mut nodes = match self.gradients[slot].take() {
+                    Some(Gradient::Sums(nodes)) => nodes,
+                    _ => Nodes::default(),
+                };
+                match nodes.at(leaf) {
+                    Some(sum) => *sum = B::float_add(sum.clone(), gradient),
+                    None => nodes.push(self.run, leaf, gradient, B::float_add),
+                }
+                Gradient::Sums(nodes)
             }
         };
         self.gradients[slot] = Some(gradient);
@@ -104,21 +113,31 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         self.gradients[slot].is_some()
     }
 
-    fn sum(&self, slot: usize) -> Result<Option<Sum>, String> {
-        let Some(Gradient::Sum(sum)) = &self.gradients[slot] else { return Ok(None) };
+    fn leaves(&self, slot: usize) -> Vec<usize> {
+        match &self.gradients[slot] {
+            Some(Gradient::Sums(nodes)) => nodes.iter().map(|(leaf, _)| *leaf).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String> {
+        let Some(Gradient::Sums(nodes)) = &self.gradients[slot] else { return Ok(None) };
+        let Some((_, sum)) = nodes.iter().find(|(at, _)| *at == leaf) else { return Ok(None) };
         let dtype = self.slots[slot].dtype;
         let read = B::with_bytes(sum.clone(), |_, bytes| Sum::from_bytes(dtype, bytes));
         read.map(Some).map_err(|e| format!("reading the gradient of {}: {e}", self.slots[slot].path))
     }
 
-    fn add_sum(&mut self, slot: usize, sum: Sum) {
+    fn add_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
         let (dims, dtype) = (self.slots[slot].dims.clone(), burn_dtype(sum.dtype()));
         let data = TensorData::from_bytes_vec(sum.bytes().to_vec(), dims, dtype);
         let sum = B::float_from_data(data, &self.device);
-        self.gradients[slot] = Some(Gradient::Sum(match self.gradients[slot].take() {
-            Some(Gradient::Sum(held)) => B::float_add(held, sum),
-            _ => sum,
-        }));
+        let held = self.gradients[slot].get_or_insert_with(|| Gradient::Sums(Nodes::default()));
+        let Gradient::Sums(nodes) = held else { return };
+        match nodes.at(leaf) {
+            Some(held) => *held = B::float_add(held.clone(), sum),
+            None => nodes.restore(leaf, sum),
+        }
     }
 
     fn fill(
@@ -131,23 +150,27 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         if self.lends && bucket.len_elems == 0 {
             return Ok(None);
         }
-        let dtype = burn_dtype(bucket.dtype);
-        let own = |gradient| match gradient {
-            Gradient::Whole(gradient) => gradient,
-            Gradient::Sum(sum) => {
+        let run = self.run;
+        // A slot with sums has one at least: they are those of the subtrees of one rank alone, or all of leaf 0.
+        let own = |dtype: DType, gradient| match gradient {
+            Gradient::Whole(gradient) => Some(gradient),
+            Gradient::Sums(nodes) => nodes.fold(run, B::float_add).into_iter().next().map(|(_, sum)| {
                 let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
                 if is_narrow(dtype) { B::float_cast(mean, dtype.into()) } else { mean }
-            }
+            }),
         };
         if !self.lends {
             for &slot in &bucket.slots {
-                self.averages[slot] = self.gradients[slot].take().map(own);
+                let dtype = burn_dtype(self.slots[slot].dtype);
+                self.averages[slot] = self.gradients[slot].take().and_then(|gradient| own(dtype, gradient));
             }
             return Ok(None);
         }
         let mut tensors = Vec::with_capacity(bucket.slots.len());
         for &slot in &bucket.slots {
-            let gradient = self.gradients[slot].take().map_or_else(|| self.zeros(slot), own);
+            let dtype = burn_dtype(self.slots[slot].dtype);
+            let gradient = self.gradients[slot].take().and_then(|gradient| own(dtype, gradient));
+            let gradient = gradient.unwrap_or_else(|| self.zeros(slot));
             let shape = gradient.shape();
             tensors.push((gradient, shape));
         }

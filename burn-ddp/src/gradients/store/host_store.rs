@@ -7,12 +7,13 @@ use std::sync::Arc;
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
-use burn_ddp_comm::SharedView;
+use burn_ddp_comm::{DType as CommDType, SharedView};
 
 use super::{Arrival, GradientStore, Outcome};
 use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
+use crate::gradients::leaf_nodes::{Nodes, OwnRun, Rows};
 use crate::gradients::memory::{GradientMemory, shared_bytes};
 use crate::gradients::readback::{HostGradient, Readback};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
@@ -31,6 +32,8 @@ pub(super) struct HostStore<B: GradientMemory> {
     readback: Readback<B>,
     /// Gradients that were copied and not yet returned by `next_late`.
     copied: VecDeque<HostGradient>,
+    /// With logical ranks.
+    rows: Option<Rows>,
 }
 
 enum Gradient<B: GradientMemory> {
@@ -39,11 +42,11 @@ enum Gradient<B: GradientMemory> {
     Packed,
     Bytes(Bytes),
     /// Over micro-batches.
-    Sum(Sum),
+    Sums(Nodes<Sum>),
 }
 
 impl<B: GradientMemory> HostStore<B> {
-    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, portion_bytes: usize) -> Self {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, portion_bytes: usize, run: Option<OwnRun>) -> Self {
         HostStore {
             device,
             gradients: slots.iter().map(|_| None).collect(),
@@ -51,6 +54,7 @@ impl<B: GradientMemory> HostStore<B> {
             viewed: Vec::new(),
             readback: Readback::new(portion_bytes),
             copied: VecDeque::new(),
+            rows: run.map(Rows::new),
             slots,
         }
     }
@@ -74,13 +78,14 @@ impl<B: GradientMemory> HostStore<B> {
         Ok(())
     }
 
-    /// Adds `weight` times a gradient to the sum over micro-batches.
-    fn add(&mut self, slot: usize, gradient: &[u8], weight: f64) {
+    /// Adds `weight` times a gradient to the sum over the micro-batches of a leaf.
+    fn add(&mut self, slot: usize, gradient: &[u8], (weight, leaf): (f64, usize)) {
         let s = &self.slots[slot];
-        let held = self.gradients[slot].get_or_insert_with(|| Gradient::Sum(Sum::zeros(s.dtype, s.len_elems())));
-        if let Gradient::Sum(sum) = held {
-            sum.add(s.dtype, gradient, weight);
-        }
+        let run = self.rows.as_ref().map(|rows| rows.run);
+        let Gradient::Sums(nodes) = self.gradients[slot].get_or_insert_with(|| Gradient::Sums(Nodes::default())) else {
+            return;
+        };
+        nodes.add(run, (leaf, weight), s.dtype, gradient);
     }
 
     fn unreadable(&self, slot: usize, reason: &str) -> String {
@@ -124,8 +129,10 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
                 self.gradients[slot] = Some(Gradient::Packed);
             }
             (Contribution::Whole, None) => self.gradients[slot] = Some(Gradient::Tensor(gradient)),
-            (Contribution::Added(weight), _) => B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, weight))
-                .map_err(|e| self.unreadable(slot, &e))?,
+            (Contribution::Added { weight, leaf }, _) => {
+                B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, (weight, leaf)))
+                    .map_err(|e| self.unreadable(slot, &e))?
+            }
         }
         Ok(Arrival::Now)
     }
@@ -141,7 +148,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         match contribution {
             Contribution::Ignored => {}
             Contribution::Whole => self.gradients[slot] = Some(Gradient::Bytes(bytes)),
-            Contribution::Added(weight) => self.add(slot, &bytes, weight),
+            Contribution::Added { weight, leaf } => self.add(slot, &bytes, (weight, leaf)),
         }
         Ok(Some(slot))
     }
@@ -150,18 +157,24 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         self.gradients[slot].is_some()
     }
 
-    fn sum(&self, slot: usize) -> Result<Option<Sum>, String> {
+    fn leaves(&self, slot: usize) -> Vec<usize> {
+        match &self.gradients[slot] {
+            Some(Gradient::Sums(nodes)) => nodes.leaves(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String> {
         Ok(match &self.gradients[slot] {
-            Some(Gradient::Sum(sum)) => Some(sum.clone()),
+            Some(Gradient::Sums(nodes)) => nodes.sum(leaf).cloned(),
             _ => None,
         })
     }
 
-    fn add_sum(&mut self, slot: usize, sum: Sum) {
-        match &mut self.gradients[slot] {
-            Some(Gradient::Sum(held)) => held.add(sum.dtype(), sum.bytes(), 1.0),
-            // As it is: zero plus -0 would be another zero.
-            empty => *empty = Some(Gradient::Sum(sum)),
+    fn add_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
+        let held = self.gradients[slot].get_or_insert_with(|| Gradient::Sums(Nodes::default()));
+        if let Gradient::Sums(nodes) = held {
+            nodes.add_sum(leaf, sum);
         }
     }
 
@@ -172,16 +185,33 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         divisor: f64,
         buffer: &mut [u8],
     ) -> Result<Option<Box<dyn DeviceLoan>>, String> {
+        let row_bytes = buffer.len() / self.rows.as_ref().map_or(1, |rows| rows.run.division.rows());
+        let (buffer, others) = buffer.split_at_mut(row_bytes);
+        Rows::clear(bucket.dtype, others);
         for &slot in &bucket.slots {
             let out = &mut buffer[ranges[slot].bytes()];
             match self.gradients[slot].take() {
                 Some(Gradient::Tensor(gradient)) => {
-                    B::with_bytes(gradient, |_, bytes| out.copy_from_slice(bytes))
+                    B::with_bytes(gradient, |_, bytes| write(self.slots[slot].dtype, bytes, bucket.dtype, out))
                         .map_err(|e| self.unreadable(slot, &e))?;
                 }
                 Some(Gradient::Packed) => {}
-                Some(Gradient::Bytes(bytes)) => out.copy_from_slice(&bytes),
-                Some(Gradient::Sum(sum)) => sum.write(bucket.dtype, divisor, out),
+                Some(Gradient::Bytes(bytes)) => write(self.slots[slot].dtype, &bytes, bucket.dtype, out),
+                Some(Gradient::Sums(nodes)) => match &self.rows {
+                    None => nodes.iter().for_each(|(_, sum)| sum.write(bucket.dtype, divisor, out)),
+                    Some(rows) => {
+                        Rows::clear(bucket.dtype, out);
+                        for (leaf, sum) in nodes.fold(Some(rows.run), Sum::plus) {
+                            // The first row is `buffer`.
+                            let out = match rows.of_leaf(leaf).checked_sub(1) {
+                                None => &mut *out,
+                                Some(row) => &mut others[row * row_bytes..][ranges[slot].bytes()],
+                            };
+                            sum.write(bucket.dtype, 1.0, out);
+                        }
+                    }
+                },
+                None if self.rows.is_some() => Rows::clear(bucket.dtype, out),
                 None => out.fill(0),
             }
         }
@@ -200,7 +230,12 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         for &slot in bucket.slots.iter().filter(|&&slot| present[slot]) {
             let s = &self.slots[slot];
             let shape = Shape::from(&s.dims[..]);
-            let average = B::from_shared(&bytes, ranges[slot].bytes(), shape, burn_dtype(s.dtype), &self.device);
+            let average = B::from_shared(&bytes, ranges[slot].bytes(), shape, burn_dtype(bucket.dtype), &self.device);
+            // Sums of logical ranks travel in the type in which they are added.
+            let average = match s.dtype == bucket.dtype {
+                true => average,
+                false => B::float_cast(average, burn_dtype(s.dtype).into()),
+            };
             self.averages[slot] = Some(average);
         }
         if B::VIEWS_AVERAGES {
@@ -222,5 +257,13 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
 
     fn release(&mut self) {
         self.viewed.clear();
+    }
+}
+
+/// Writes a gradient of one type as the type in which its bucket travels.
+fn write(dtype: CommDType, gradient: &[u8], travels: CommDType, out: &mut [u8]) {
+    match dtype == travels {
+        true => out.copy_from_slice(gradient),
+        false => Sum::of(dtype, gradient, 1.0).write(travels, 1.0, out),
     }
 }

@@ -64,15 +64,18 @@ pub(crate) trait GradientStore<T>: Send {
     /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
 
-    /// The sum over micro-batches that is held for a slot. Waits for the device.
-    fn sum(&self, slot: usize) -> Result<Option<Sum>, String>;
+    /// First leaves of the sums over micro-batches that are held for a slot.
+    fn leaves(&self, slot: usize) -> Vec<usize>;
 
-    /// Adds to the sum over micro-batches that is held for a slot.
-    fn add_sum(&mut self, slot: usize, sum: Sum);
+    /// The sum over micro-batches that is held for a slot from this leaf on. Waits for the device.
+    fn sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String>;
+
+    /// Adds to the sum over micro-batches that is held for a slot from this leaf on.
+    fn add_sum(&mut self, slot: usize, leaf: usize, sum: Sum);
 
     /// Moves the gradients of a bucket into `buffer`, with zeros for slots without one; sums over micro-batches are
-    /// divided by `divisor`. Gradients that stay on their device are lent to the group's engine instead. Does not wait
-    /// for a device.
+    /// divided by `divisor`, or, with logical ranks, go into a row for each subtree. Gradients that stay on their
+    /// device are lent to the group's engine instead. Does not wait for a device.
     fn fill(
         &mut self,
         bucket: &Bucket,
@@ -109,9 +112,9 @@ pub(crate) fn open<B: GradientMemory>(
     settings: ReducerSettings,
 ) -> Box<dyn GradientStore<FloatTensor<B>>> {
     if settings.on_device || settings.alone {
-        Box::new(DeviceStore::<B>::new(slots, device, !settings.alone))
+        Box::new(DeviceStore::<B>::new(slots, device, !settings.alone, settings.tree()))
     } else {
         // An asynchronous device is read in portions of a bucket.
-        Box::new(HostStore::<B>::new(slots, device, settings.caps.bytes))
+        Box::new(HostStore::<B>::new(slots, device, settings.caps.bytes, settings.tree()))
     }
 }

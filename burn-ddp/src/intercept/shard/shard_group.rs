@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use burn::tensor::Bytes;
 use burn_ddp_comm::{
-    CallInfo, DType, Error as CommError, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedBuffer, SharedView,
+    CallInfo, DType, Error as CommError, OwnLeaves, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedBuffer,
+    SharedView,
 };
 
 use super::gather_cache::GatherCache;
@@ -381,6 +382,24 @@ impl ShardGroup {
             write(buffer.bytes_mut())?;
             self.meter.reduced(buffer.len_bytes());
             self.call(|group| group.reduce_scatter_parts_shared(dtype, division, buffer, &reduction, tag))
+        })
+    }
+
+    /// Reduces sums of leaves of a slot over the ranks, and returns this rank's rows of their mean, in the type in
+    /// which they are added: `write` writes one whole tensor for each row of leaves. *Collective* unless it fails.
+    pub(super) fn reduce_leaves(
+        &self,
+        slot: usize,
+        own: OwnLeaves<'_>,
+        write: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<Vec<u8>> {
+        let (s, tag) = (self.slots[slot].widened(), Purpose::Gradient.tag(slot, 0));
+        let division = RowDivision { row_bytes: s.len_bytes() / s.dims[0], ..self.rows(slot) };
+        self.in_buffer(division.len_bytes() * own.division.rows(), |buffer| {
+            let bytes = buffer.bytes_mut();
+            write(bytes)?;
+            self.meter.reduced(bytes.len());
+            self.call(|group| group.reduce_scatter_leaves(s.dtype, division, bytes, own, tag))
         })
     }
 

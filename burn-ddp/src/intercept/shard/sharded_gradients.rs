@@ -9,15 +9,19 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, TensorData};
 
+use burn_ddp_comm::OwnLeaves;
+
 use super::device_call::on_device;
 use super::shard_group::ShardGroup;
-use crate::gradients::{Contribution, DeviceLoan, GradientMemory, MicroBatch, Sum};
+use crate::gradients::{Contribution, DeviceLoan, GradientMemory, MicroBatch, Nodes, OwnRun, Rows, Sum};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
 use crate::{Error, Result};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
     slots: Vec<State<B>>,
+    /// With logical ranks.
+    rows: Option<Rows>,
     /// Agreement of the ranks for the running backward, if it reduces and has reached a sharded parameter.
     agreement: Option<Agreement>,
 }
@@ -37,8 +41,8 @@ struct Agreement {
 }
 
 struct State<B: Backend> {
-    /// Sum over micro-batches, of the whole parameter.
-    held: Option<Sum>,
+    /// Sums over micro-batches, of the whole parameter.
+    held: Nodes<Sum>,
     /// Number of hooks that have run in the current backward.
     hooks: i64,
     /// Average of this rank's part.
@@ -46,9 +50,9 @@ struct State<B: Backend> {
 }
 
 impl<B: GradientMemory> ShardedGradients<B> {
-    pub(in crate::intercept) fn new(slots: usize) -> Self {
-        let state = |_| State { held: None, hooks: 0, average: None };
-        ShardedGradients { slots: (0..slots).map(state).collect(), agreement: None }
+    pub(in crate::intercept) fn new(slots: usize, run: Option<OwnRun>) -> Self {
+        let state = |_| State { held: Nodes::default(), hooks: 0, average: None };
+        ShardedGradients { slots: (0..slots).map(state).collect(), rows: run.map(Rows::new), agreement: None }
     }
 
     /// Agrees with the other ranks on the gradients of this backward, which reduces, unless it has done so already.
@@ -57,7 +61,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         &mut self,
         shards: &ShardGroup,
         outstanding: &[i64],
-        micro_batch: MicroBatch,
+        micro_batch: &MicroBatch,
     ) -> Result<()> {
         if self.agreement.is_some() {
             return Ok(());
@@ -66,7 +70,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let contributes = micro_batch.contribution != Contribution::Ignored;
         let mut own = vec![micro_batch.weight_of_mean.unwrap_or(1.0).to_bits() as i64, i64::from(contributes)];
         own.extend(outstanding);
-        own.extend(self.slots.iter().map(|state| i64::from(state.held.is_some())));
+        own.extend(self.slots.iter().map(|state| i64::from(!state.held.is_empty())));
         let ranks = shards.agree(&own)?;
         let most = |column: usize| ranks.iter().map(|of_rank| of_rank[column]).max().unwrap_or_default();
         let weights: Vec<f64> = ranks.iter().map(|of_rank| f64::from_bits(of_rank[0] as u64)).collect();
@@ -122,14 +126,14 @@ impl<B: GradientMemory> ShardedGradients<B> {
         match micro_batch.contribution {
             Contribution::Ignored => {}
             Contribution::Whole => whole = Some(gradient),
-            Contribution::Added(weight) => {
-                let sum = state.held.get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
-                let added = B::with_bytes(gradient, |_, bytes| sum.add(s.dtype, bytes, weight));
+            Contribution::Added { weight, leaf } => {
+                let run = self.rows.as_ref().map(|rows| rows.run);
+                let added = B::with_bytes(gradient, |_, bytes| state.held.add(run, (leaf, weight), s.dtype, bytes));
                 added.map_err(|reason| unreadable(shards, slot, &reason))?;
             }
         }
         match micro_batch.reducing {
-            true => self.reduce(shards, slot, whole, micro_batch.divisor, &device),
+            true => self.reduce(shards, slot, whole, &micro_batch, &device),
             false => Ok(()),
         }
     }
@@ -141,7 +145,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         shards: &ShardGroup,
         slot: usize,
         whole: Option<FloatTensor<B>>,
-        divisor: f64,
+        micro_batch: &MicroBatch,
         device: &B::Device,
     ) -> Result<()> {
         let s = shards.slot(slot);
@@ -153,7 +157,36 @@ impl<B: GradientMemory> ShardedGradients<B> {
         if agreed.is_weightless || !agreed.contributes && !agreed.held[slot] {
             return Ok(());
         }
-        let held = if whole.is_none() { state.held.take() } else { None };
+        if let Some(rows) = &self.rows {
+            let (held, weights) = (std::mem::take(&mut state.held), micro_batch.weights_of_rows(rows));
+            let own = OwnLeaves { division: rows.run.division, weights: &weights };
+            let wide = s.widened();
+            let part = shards.reduce_leaves(slot, own, |out| {
+                Rows::clear(wide.dtype, out);
+                if let Some(whole) = whole {
+                    let write = |_, bytes: &[u8]| Sum::of(s.dtype, bytes, 1.0).write(wide.dtype, 1.0, out);
+                    return B::with_bytes(whole, write).map_err(|reason| unreadable(shards, slot, &reason));
+                }
+                for (leaf, sum) in held.fold(Some(rows.run), Sum::plus) {
+                    let row = rows.of_leaf(leaf) * wide.len_bytes();
+                    sum.write(wide.dtype, 1.0, &mut out[row..row + wide.len_bytes()]);
+                }
+                Ok(())
+            })?;
+            let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(wide.dtype));
+            let part = B::float_from_data(data, device);
+            state.average = Some(match wide.dtype == s.dtype {
+                true => part,
+                false => B::float_cast(part, burn_dtype(s.dtype).into()),
+            });
+            return Ok(());
+        }
+        let divisor = micro_batch.divisor;
+        // Without logical ranks there is one sum.
+        let held = match whole {
+            Some(_) => None,
+            None => std::mem::take(&mut state.held).fold(None, Sum::plus).pop().map(|(_, sum)| sum),
+        };
         if shards.reach::<B>(device) {
             let is_absent = agreed.weights.as_ref().is_some_and(|weights| weights[shards.rank()] == 0.0);
             let whole = match (is_absent, whole, held) {
@@ -185,17 +218,19 @@ impl<B: GradientMemory> ShardedGradients<B> {
         Ok(())
     }
 
-    /// The sum that is held for a slot, if this rank has one.
-    pub(in crate::intercept) fn held_sum(&self, slot: usize) -> Option<&Sum> {
-        self.slots[slot].held.as_ref()
+    /// First leaves of the sums that are held for a slot.
+    pub(in crate::intercept) fn held_leaves(&self, slot: usize) -> Vec<usize> {
+        self.slots[slot].held.leaves()
     }
 
-    /// Adds to the sum that is held for a slot.
-    pub(in crate::intercept) fn add_held_sum(&mut self, slot: usize, sum: Sum) {
-        match &mut self.slots[slot].held {
-            Some(held) => held.add(sum.dtype(), sum.bytes(), 1.0),
-            empty => *empty = Some(sum),
-        }
+    /// The sum that is held for a slot from a leaf on, if this rank has one.
+    pub(in crate::intercept) fn held_sum(&self, slot: usize, leaf: usize) -> Option<&Sum> {
+        self.slots[slot].held.sum(leaf)
+    }
+
+    /// Adds to the sum that is held for a slot from a leaf on.
+    pub(in crate::intercept) fn add_held_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
+        self.slots[slot].held.add_sum(leaf, sum);
     }
 
     /// The average of a slot's part, once.
@@ -215,7 +250,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
     /// Drops gradients that were not reduced.
     pub(in crate::intercept) fn clear(&mut self) {
         self.end_backward();
-        self.slots.iter_mut().for_each(|state| state.held = None);
+        self.slots.iter_mut().for_each(|state| state.held = Nodes::default());
     }
 }
 

@@ -17,6 +17,8 @@ pub(crate) fn sums_over_parts(parameters: &[ShardedParameter], own: &[f64]) -> R
         let in_parts = |nth: &usize| model.is_sharded(parameters[*nth].tap.slot);
         let of_model: Vec<usize> = Vec::into_iter(of_model).filter(in_parts).collect();
         let Some(shards) = model.shards().filter(|_| !of_model.is_empty()) else { continue };
+        let help = "clip by value, or unsharded";
+        model.ddp.state().leaves.refuse_if_exact("the norm of sharded gradients, added by parts", help)?;
         let mine: Vec<f64> = of_model.iter().map(|nth| own[*nth]).collect();
         let all = shards.numbers(&mine)?;
         for (column, nth) in of_model.into_iter().enumerate() {

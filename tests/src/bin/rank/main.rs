@@ -5,6 +5,7 @@ mod bits;
 mod checkpoint;
 mod dropout;
 mod fault;
+mod logical;
 mod sharded_fault;
 
 use std::time::{Duration, Instant};
@@ -54,6 +55,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         "sharded-fault" => return sharded_fault::run(&ddp),
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
+        "logical" => logical::run(&ddp)?,
         "draws" => dropout::draws(&ddp)?,
         "parts" => println!("part {}", serde_json::to_string(&split_training::train_in_parts(&ddp)?)?),
         "build" => {

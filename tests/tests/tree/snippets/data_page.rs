@@ -48,6 +48,12 @@ fn accumulation(ddp: &Ddp, parts: Parts, train: &ShardedLoader<Tensor<2>>, lr: f
     Ok(())
 }
 
+fn logical_ranks(ddp: &Ddp, batcher: MyBatcher, dataset: Data) -> anyhow::Result<()> {
+    ddp.set_logical_ranks(8)?;
+    let train = ddp.loader(batcher).batch_size(16).build(dataset)?;
+    Ok(())
+}
+
 fn position(checkpoints: &Checkpoints, train: &ShardedLoader<Tensor<2>>, step: u64) -> anyhow::Result<()> {
     checkpoints.save(step, |c| c.value("position", &train.position()))?;
     if let Some(checkpoint) = checkpoints.latest()? {

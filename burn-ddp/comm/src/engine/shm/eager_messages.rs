@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::engine::ShmEngine;
 use super::peer_waits::{Board, Sign};
 use super::rank_cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
-use crate::call::{Call, CallInfo};
+use crate::call::{Call, CallInfo, Collective};
 use crate::engine::checked_weights;
 use crate::reduce::{Reduction, Source, reduce_to};
 use crate::tensor_type::Shape;
@@ -132,7 +132,11 @@ impl ShmEngine {
     }
 
     fn reduction(&self, op: Option<ReduceOp>) -> Reduction<'_> {
-        op.map_or(Reduction::Weighted(&self.weights), Reduction::Op)
+        match op {
+            Some(op) => Reduction::Op(op),
+            None if self.sums => Reduction::Sums(&self.weights),
+            None => Reduction::Weighted(&self.weights),
+        }
     }
 
     /// Fails, on all ranks alike, if `op` is the weighted mean and the weights cannot be used.
@@ -154,6 +158,7 @@ impl ShmEngine {
     #[inline]
     pub(super) fn publish(&mut self, call: &Call, note: u64, payload: &[u8], words: usize) {
         self.round += 1;
+        self.sums = call.info.collective == Collective::AllReduceLeaves;
         self.fingerprint = fingerprint(&call.info, call.stage, self.round);
         let mut line =
             Announcement { fingerprint: self.fingerprint, weight: call.weight, note, payload: [0; LINE_WORDS] };

@@ -23,6 +23,8 @@ pub(in crate::engine) struct ShmEngine {
     pub(super) heard: Vec<Announcement>,
     /// Weights of all ranks in the call, by group rank.
     pub(super) weights: Vec<f64>,
+    /// True if the ranks' elements in the call have these weights in them.
+    pub(super) sums: bool,
     /// Number of calls between this rank and each peer alone, by group rank; the same on both ranks.
     pub(super) pair_rounds: Vec<u64>,
     /// Token that each shared buffer of this group carries, by which buffers of other groups are recognised.
@@ -43,6 +45,7 @@ impl ShmEngine {
             fingerprint: 0,
             heard: vec![Announcement::default(); n],
             weights: vec![1.0; n],
+            sums: false,
             pair_rounds: vec![0; n],
             token: Arc::new(()),
             buffers: 0,

@@ -81,7 +81,7 @@ impl Wire {
             Some(op) => Reduction::Op(op),
             None => {
                 self.queue_weights(call, parts.weights(), &mut frames);
-                Reduction::Weighted(&self.weights)
+                Reduction::of_weights(call, &self.weights)
             }
         };
         let reducing = self.reducing(dtype, Terms::new(dtype, reduction, ranks)?);
@@ -93,7 +93,7 @@ impl Wire {
         }
         if checked_weights(call, weights).is_ok() {
             self.weights.clone_from(weights);
-            let reducing = self.reducing(dtype, Terms::new(dtype, Reduction::Weighted(weights), ranks)?);
+            let reducing = self.reducing(dtype, Terms::new(dtype, Reduction::of_weights(call, weights), ranks)?);
             let plans = self.all_reduce_plans(&reducing, len);
             let frames = FramesUnderWay::default();
             Chunks { wire: self, call, reducing: &reducing, parts, frames }.reduce(&plans, None)?;
@@ -282,7 +282,8 @@ impl Chunks<'_> {
     fn confirm(&mut self, weights: &mut Vec<f64>) -> Result<bool> {
         *weights = self.wire.all_weights(self.call, self.parts.weights(), &mut self.frames)?;
         // Terms leave out ranks whose weight is not above 0, so a weight that must be refused may look like 0.
-        Ok(checked_weights(self.call, weights).is_ok() && self.reducing.terms.are_of_weights(weights)?)
+        Ok(checked_weights(self.call, weights).is_ok()
+            && self.reducing.terms.are_of(Reduction::of_weights(self.call, weights), weights.len())?)
     }
 
     /// Waits for all frames up to `step`; returns the payloads that arrived.

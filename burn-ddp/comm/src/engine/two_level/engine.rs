@@ -140,7 +140,7 @@ impl TwoLevelEngine {
             Some(op) => reduce(dtype, Reduction::Op(op), &sources, result),
             // All ranks of all machines refuse these weights when they get them.
             None if checked_weights(call, &weights).is_err() => Ok(()),
-            None => reduce(dtype, Reduction::Weighted(&weights), &sources, result),
+            None => reduce(dtype, Reduction::of_weights(call, &weights), &sources, result),
         }
     }
 
