@@ -10,9 +10,9 @@ use crate::{Error, Result};
 /// Settings that must be the same on all ranks: a name that users know, and the value.
 pub(crate) type Settings = Vec<(String, String)>;
 
-/// Ends the waits of the other ranks with an error of this rank, unless it came from them.
+/// Ends the waits of the other ranks with an error of this rank, unless it came from them or they have it, too.
 pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
-    if !matches!(error, Error::Comm(_)) {
+    if !matches!(error, Error::Comm(_) | Error::NotFinite { .. }) {
         ddp.world().fail(error.to_string());
     }
 }

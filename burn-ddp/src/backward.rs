@@ -280,6 +280,34 @@ impl Ddp {
     }
 }
 
+/// The loss for a backward that the program makes itself, in [`Ddp::scope`] or in Burn's `TrainStep`: times the [loss
+/// scale](crate::WrapConfig::with_loss_scaling) of the models that the call trains. Anywhere else, and for models
+/// without a scale, that is the loss. [`Ddp::backward`] does the same by itself.
+///
+/// In a call over models with a scale, a backward of a loss that was not scaled is an error.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn_ddp::{Precision, prelude::*, scale_loss};
+/// Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let config = WrapConfig::new().with_compute_dtype(Precision::F16);
+///     let model = ddp.wrap_with(LinearConfig::new(4, 1).init(&device), &config)?;
+///     let inputs = Tensor::<2>::ones([8, 4], &device).cast(Precision::F16.dtype());
+///     let loss = model.forward(inputs).cast(Precision::F32.dtype()).mean();
+///     let (_, grads) = ddp.scope(&model, || scale_loss(&loss).backward())?;
+///     assert!(grads.is_some());
+///     Ok(())
+/// })?;
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
+#[must_use]
+pub fn scale_loss<const D: usize>(loss: &Tensor<D>) -> Tensor<D> {
+    intercept::scaled(loss)
+}
+
 impl Weighted<'_> {
     /// [`Ddp::backward`] with this weight.
     ///
@@ -310,7 +338,7 @@ impl Weighted<'_> {
         note_values(&found, &models);
         let call = Call { items: self.items, holds: false, counts_backwards: false };
         let prepare = |own: &mut Gradients, counts| models.prepare(&found, Own::Gradients { own, counts });
-        let (_, prepared) = intercept::run(self.ddp, found.0.clone(), call, || loss.backward(), prepare)?;
+        let (_, prepared) = intercept::run(self.ddp, found.0.clone(), call, || intercept::scaled(loss).backward(), prepare)?;
         Ok(gradients::<T>(&found, prepared))
     }
 
@@ -345,7 +373,7 @@ impl Weighted<'_> {
         refused.map_err(|error| intercept::refused(self.ddp, error))?;
         let call = Call { items: self.items, holds: true, counts_backwards: false };
         let prepare = |own: &mut Gradients, counts| models.prepare(&found, Own::Gradients { own, counts });
-        intercept::run(self.ddp, found.0.clone(), call, || loss.backward(), prepare).map(drop)
+        intercept::run(self.ddp, found.0.clone(), call, || intercept::scaled(loss).backward(), prepare).map(drop)
     }
 
     /// [`Ddp::scope`] with this weight.

@@ -74,6 +74,17 @@ pub enum Error {
         /// The problem, and what to do.
         reason: String,
     },
+    /// An averaged gradient is not finite, and the settings of `wrap` make that an error, or a loss scale has become too
+    /// small. All ranks get it in the same step, of which nothing remains.
+    #[error("{reason}")]
+    NotFinite {
+        /// The first rank with a gradient that is not finite; `None` if the average alone is not.
+        rank: Option<usize>,
+        /// Path of its first such parameter, if it is known.
+        parameter: Option<String>,
+        /// The step, the parameter and the rank, and what to do.
+        reason: String,
+    },
     /// The ranks did not gather or reduce sharded parameters together.
     #[error("sharded parameters on rank {rank}: {reason}")]
     Sharding {
@@ -153,7 +164,10 @@ impl Error {
                 LaunchError::Spawn { rank, .. } => Some(rank),
                 _ => None,
             },
-            Error::Invalid { rank, .. } | Error::File { rank, .. } | Error::Job { rank, .. } => *rank,
+            Error::Invalid { rank, .. }
+            | Error::File { rank, .. }
+            | Error::Job { rank, .. }
+            | Error::NotFinite { rank, .. } => *rank,
             Error::ModelsDiffer { rank, .. }
             | Error::Backward { rank, .. }
             | Error::Sharding { rank, .. }
@@ -191,7 +205,7 @@ impl Error {
         match self {
             Error::Comm(error) => error.group_usable(),
             Error::Data(error) => error.job_usable(),
-            Error::Invalid { .. } | Error::ModelsDiffer { .. } | Error::File { .. } => true,
+            Error::Invalid { .. } | Error::ModelsDiffer { .. } | Error::File { .. } | Error::NotFinite { .. } => true,
             Error::Unreadable { .. }
             | Error::ReplicasDiffer { .. }
             | Error::Backward { .. }
@@ -261,6 +275,7 @@ mod tests {
             (replicas(Vec::new()), None, false),
             (Error::Backward { rank: 1, reason: reason() }, Some(1), false),
             (Error::Sharding { rank: 2, reason: reason() }, Some(2), false),
+            (Error::NotFinite { rank: Some(1), parameter: None, reason: reason() }, Some(1), true),
             (Error::Job { exit_code: 137, rank: Some(3), report: reason() }, Some(3), false),
             (Error::Job { exit_code: 130, rank: None, report: reason() }, None, false),
             (Error::Rank { rank: 1, reason: reason() }, Some(1), false),

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use super::storage::Storage;
 use crate::file_failure::FileFailure;
 use crate::gradients::HeldBatches;
+use crate::loss_scaling::LossScale;
 use crate::model::schema::Entry;
 use crate::optimizer::state::Ids;
 
@@ -39,6 +40,9 @@ pub(super) struct Manifest {
     /// that is not trained has no entry.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) held: BTreeMap<String, Vec<Vec<HeldBatches>>>,
+    /// Loss scales of the wrapped models in a file that have one, by name of the file: of the n-th, or `None`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) loss_scales: BTreeMap<String, Vec<Option<LossScale>>>,
     /// Serde values, by name.
     pub(super) values: BTreeMap<String, Value>,
 }
@@ -67,6 +71,7 @@ impl Manifest {
             models: BTreeMap::new(),
             optimizers: BTreeMap::new(),
             held: BTreeMap::new(),
+            loss_scales: BTreeMap::new(),
             values: BTreeMap::new(),
         }
     }

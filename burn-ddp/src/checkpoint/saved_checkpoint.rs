@@ -106,7 +106,8 @@ impl Checkpoint {
     /// A wrapped model that is trained discards the gradients of micro-batches that it holds, and gets those that it
     /// held at the save: the next backward adds to them. In a world of the same size each rank gets its own sums and
     /// running statistics, so that the step has the bits of a run without interruption; in a world of another size the
-    /// sums are added in another order, which rounds differently, and all ranks get the same statistics.
+    /// sums are added in another order, which rounds differently, and all ranks get the same statistics. Its
+    /// [loss scale](crate::WrapConfig::with_loss_scaling) is that of the save, if both have one.
     ///
     /// Costs some [rounds](crate::checkpoint), a broadcast of each tensor, and, for each sharded tensor, a round and a
     /// message with its rows to each rank.
@@ -166,6 +167,9 @@ impl Checkpoint {
         let model = load_model::load(group, model, file, &name)?;
         let model = broadcast::model(&self.ddp, model, 0)?;
         trained.iter().for_each(|wrapped| wrapped.measure_movements_from(&model));
+        let scales = self.manifest.loss_scales.get(&name).filter(|scales| scales.len() == trained.len());
+        let scales = trained.iter().zip(scales.into_iter().flatten());
+        scales.for_each(|(wrapped, scale)| scale.iter().for_each(|scale| wrapped.load_loss_scale(*scale)));
         match held.filter(|held| held.len() == trained.len()) {
             Some(held) => {
                 let file = self.open(&held_gradients::file_of(&name))?;

@@ -250,6 +250,10 @@ impl<'a> CheckpointWriter<'a> {
         let saved = |model: &Arc<WrappedModel>| SavedWrapped { file: name.clone(), model: model.clone(), is_trained };
         self.contents.wrapped.extend(wrapped.iter().map(saved));
         if self.contents.collect {
+            let scales: Vec<_> = wrapped.iter().map(|wrapped| wrapped.loss_scale_state()).collect();
+            if is_trained && scales.iter().any(Option::is_some) {
+                self.contents.manifest.loss_scales.insert(name.clone(), scales);
+            }
             self.contents.manifest.models.insert(name.clone(), schema.entries);
             self.contents.add(name.clone(), sink.into());
         }

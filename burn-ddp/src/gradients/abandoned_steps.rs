@@ -22,6 +22,7 @@ impl<T> Reducer<T> {
         }
         self.batches.clear();
         self.store.clear();
+        self.sharded_not_finite = None;
         self.failed = None;
         self.forget_arrivals();
     }

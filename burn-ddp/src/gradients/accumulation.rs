@@ -38,8 +38,8 @@ pub(crate) enum Boundary {
 pub(crate) enum Contribution {
     /// Left out, since the backward has weight 0: its gradients count as absent, even NaN.
     Ignored,
-    /// The only gradient of the slot in this step.
-    Whole,
+    /// The only gradient of the slot in this step, of this leaf.
+    Whole { leaf: usize },
     /// Added to the sum of its leaf, multiplied by `weight`. Without logical ranks all micro-batches are leaf 0.
     Added { weight: f64, leaf: usize },
 }
@@ -260,7 +260,7 @@ impl MicroBatches {
         // The root of the tree divides, so a leaf that is alone on its rank has its weight in it, too.
         let is_plain = !self.tree || weight == 1.0 && self.run.is_some_and(|run| run.leaves().len() == 1);
         match self.reducing && self.count == 1 && is_plain {
-            true => Contribution::Whole,
+            true => Contribution::Whole { leaf: self.leaf() },
             false => Contribution::Added { weight, leaf: if self.tree { self.leaf() } else { 0 } },
         }
     }

@@ -40,9 +40,9 @@ impl Slot {
 /// A run of gradients of one dtype that travel in one collective.
 ///
 /// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot: infinity
-/// before the reduction if this rank has a gradient, and not 0 after it if any rank with a weight has one. If any
-/// bucket is dormant, the last awake one has one element more: the *wake* flag, raised by a rank that has a gradient
-/// for a dormant bucket.
+/// before the reduction if this rank has a gradient (NaN if that is not finite), and not 0 after it if any rank with a
+/// weight has one. The last awake bucket has one element more if any is dormant, the *wake* flag, raised by a rank that
+/// has a gradient for a dormant bucket; and one more if parameters are sharded, the flag of their gradients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,
@@ -50,6 +50,7 @@ pub(crate) struct Bucket {
     /// Elements of all gradients, without flags.
     pub len_elems: usize,
     pub has_wake_flag: bool,
+    pub has_sharded_flag: bool,
     /// True if all its parameters were frozen when the model was wrapped: it is reduced only in steps whose wake flag
     /// is up.
     pub dormant: bool,
@@ -65,7 +66,7 @@ impl Bucket {
 
     /// Number of flags.
     fn flags(&self) -> usize {
-        self.slots.len() + usize::from(self.has_wake_flag)
+        self.slots.len() + usize::from(self.has_wake_flag) + usize::from(self.has_sharded_flag)
     }
 
     /// Elements of its buffer.
@@ -91,6 +92,16 @@ impl Bucket {
     /// Element index of the wake flag.
     pub(crate) fn wake_elem(&self) -> Option<usize> {
         self.has_wake_flag.then(|| self.flag_elem(self.slots.len()))
+    }
+
+    /// Element index of the flag of sharded gradients.
+    pub(crate) fn sharded_elem(&self) -> Option<usize> {
+        self.has_sharded_flag.then(|| self.flag_elem(self.flags() - 1))
+    }
+
+    /// True if a flag of the bucket is known only when all gradients are.
+    pub(crate) fn comes_last(&self) -> bool {
+        self.has_wake_flag || self.has_sharded_flag
     }
 }
 
@@ -161,6 +172,7 @@ impl Plan {
                             slots: vec![slot],
                             len_elems: slots[slot].len_elems(),
                             has_wake_flag: false,
+                            has_sharded_flag: false,
                             dormant,
                             packed,
                         });
@@ -174,6 +186,7 @@ impl Plan {
                     slots: vec![],
                     len_elems: 0,
                     has_wake_flag: true,
+                    has_sharded_flag: false,
                     dormant: false,
                     packed,
                 });
@@ -181,6 +194,7 @@ impl Plan {
         }
         let awake = buckets.iter().filter(|b| !b.dormant).count();
         buckets[awake - 1].has_wake_flag |= awake < buckets.len();
+        buckets[awake - 1].has_sharded_flag = slots.iter().any(|slot| slot.sharded);
         let mut ranges = vec![BucketRange { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
         for (bucket, b) in buckets.iter().enumerate() {
             let mut start = 0;

@@ -127,7 +127,7 @@ mod tests {
                 Ok(Vec::new())
             }
         };
-        drop(Portion { slots: vec![(0, Contribution::Whole)], copy: Some(Box::pin(copy)) });
+        drop(Portion { slots: vec![(0, Contribution::Whole { leaf: 0 })], copy: Some(Box::pin(copy)) });
         assert!(read.load(Ordering::Relaxed));
     }
 }

@@ -14,8 +14,9 @@ use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::communication_worker::{Done, Fault, Finished, Job, Share, StatisticsSource, Worker};
 use super::leaf_nodes::Rows;
+use super::not_finite::NotFinite;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
-use super::presence_flags;
+use super::presence_flags::{self, Flag};
 use super::reducer_settings::ReducerSettings;
 use super::store::{Arrival, GradientStore, Outcome};
 use crate::batch_weight::Leaf;
@@ -49,6 +50,10 @@ pub(crate) struct Reducer<T> {
     collected: usize,
     /// True for each slot for which any rank had a gradient, in the step being finished.
     pub(super) present: Vec<bool>,
+    /// Gradients of any rank that are not finite, in the step being finished.
+    pub(super) not_finite: NotFinite,
+    /// Slot and leaf of a sharded gradient of this rank that is not finite.
+    pub(super) sharded_not_finite: Option<(usize, usize)>,
     /// The reduced wake flag of the step being finished.
     pub(super) wake: bool,
     /// First error of a reduction of the step being finished.
@@ -71,18 +76,17 @@ pub(crate) struct Reducer<T> {
 }
 
 impl<T> Reducer<T> {
-    /// A reducer for `slots`, the same on all ranks, and the store of their gradients. *Collective* over `group`.
+    /// A reducer for the slots, the same on all ranks, and the store of their gradients, which travel in the types of
+    /// the second slots. *Collective* over `group`.
     pub(crate) fn new(
         group: ProcessGroup,
-        slots: Arc<[Slot]>,
+        (slots, sent): (Arc<[Slot]>, Arc<[Slot]>),
         store: Box<dyn GradientStore<T>>,
         settings: ReducerSettings,
         meter: Meter,
     ) -> Result<Self> {
         let (rank, id) = (group.ranks()[group.rank()], group.id());
         group.hide_from_timeline();
-        // Sums of leaves travel in the type in which they are added.
-        let sent = if settings.tree().is_some() { slots.iter().map(Slot::widened).collect() } else { slots.clone() };
         let plan = Plan::new(&sent, &[], settings.caps, store.packs());
         // Ranks may compute on different backends, but all have the same buffers: the rank that needs most decides.
         let lens: Option<Vec<_>> = group.all_gather_object(&store.ring_len())?.into_iter().collect();
@@ -99,6 +103,8 @@ impl<T> Reducer<T> {
             rank,
             settings,
             present: vec![false; slots.len()],
+            not_finite: NotFinite::default(),
+            sharded_not_finite: None,
             slots,
             sent,
             rows: settings.tree().map(Rows::new),
@@ -158,8 +164,8 @@ impl<T> Reducer<T> {
             return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
         }
         let contribution = self.batches.contribution();
-        let at_once = contribution == Contribution::Whole && self.store.packs_at_once();
-        let at_once = at_once && self.row_count() == 1 && self.sent[slot].dtype == self.slots[slot].dtype;
+        let at_once = matches!(contribution, Contribution::Whole { .. }) && self.store.packs_at_once();
+        let at_once = at_once && self.row_count() == 1;
         let place = if at_once { self.ring.place(&self.plan, slot, self.next) } else { None };
         let arrival = self.store.put(slot, gradient, contribution, place);
         match arrival.map_err(|e| self.fault(e))? {
@@ -322,8 +328,8 @@ impl<T> Reducer<T> {
         self.filled[self.plan.ranges[slot].bucket] += 1;
         while self.next < self.plan.awake {
             let bucket = &self.plan.buckets[self.next];
-            // The wake flag is known only when all gradients are: its bucket is left to `submit_rest`.
-            if bucket.has_wake_flag || self.filled[self.next] < bucket.slots.len() || !self.make_room()? {
+            // Such a bucket is left to `submit_rest`.
+            if bucket.comes_last() || self.filled[self.next] < bucket.slots.len() || !self.make_room()? {
                 break;
             }
             self.submit_bucket(self.next, true)?;
@@ -349,13 +355,23 @@ impl<T> Reducer<T> {
         };
         let bytes = buffer.bytes_mut();
         for (nth, &slot) in bucket.slots.iter().enumerate() {
-            presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), self.store.holds(slot));
+            presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), Flag::of(self.store.holds(slot)));
         }
         if let Some(elem) = bucket.wake_elem() {
             let mut dormant = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
-            presence_flags::set_flag(bucket.dtype, bytes, elem, dormant.any(|&slot| self.store.holds(slot)));
+            presence_flags::set_flag(bucket.dtype, bytes, elem, Flag::of(dormant.any(|&slot| self.store.holds(slot))));
         }
-        let loan = match self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes) {
+        if let Some(elem) = bucket.sharded_elem() {
+            let flag = self.sharded_not_finite.map_or(Flag::Down, |_| Flag::NotFinite);
+            presence_flags::set_flag(bucket.dtype, bytes, elem, flag);
+        }
+        let loan = self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes);
+        for (nth, &slot) in bucket.slots.iter().enumerate() {
+            if self.store.not_finite(slot).is_some() {
+                presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), Flag::NotFinite);
+            }
+        }
+        let loan = match loan {
             Ok(loan) => loan,
             Err(reason) => {
                 self.ring.put_back(index, buffer);
@@ -401,7 +417,8 @@ impl<T> Reducer<T> {
         self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
         let taken = match result {
             Ok(reduced) => {
-                read_flags(plan, &reduced, &mut self.present, &mut self.wake);
+                read_flags(plan, &reduced, &mut self.present, &mut self.not_finite);
+                self.wake |= plan.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem));
                 let taken = self.store.take_back(plan, &self.plan.ranges, &self.present, reduced, loan);
                 taken.map_err(|e| self.fault(e))
             }
@@ -432,6 +449,7 @@ impl<T> Reducer<T> {
         self.next = 0;
         self.collected = 0;
         self.present.iter_mut().for_each(|present| *present = false);
+        self.not_finite = NotFinite::default();
         self.wake = false;
     }
 
@@ -453,9 +471,17 @@ impl<T> Reducer<T> {
 }
 
 /// Reads the reduced flags of a bucket.
-fn read_flags(bucket: &Bucket, reduced: &SharedView, present: &mut [bool], wake: &mut bool) {
+fn read_flags(bucket: &Bucket, reduced: &SharedView, present: &mut [bool], not_finite: &mut NotFinite) {
     for (nth, &slot) in bucket.slots.iter().enumerate() {
-        present[slot] = presence_flags::flag_is_up(bucket.dtype, reduced, bucket.flag_elem(nth));
+        let elem = bucket.flag_elem(nth);
+        present[slot] = presence_flags::flag_is_up(bucket.dtype, reduced, elem);
+        if present[slot] && presence_flags::flag_is_nan(bucket.dtype, reduced, elem) {
+            not_finite.note(Some(slot));
+        }
     }
-    *wake |= bucket.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(bucket.dtype, reduced, elem));
+    if let Some(elem) = bucket.sharded_elem()
+        && presence_flags::flag_is_nan(bucket.dtype, reduced, elem)
+    {
+        not_finite.note(None);
+    }
 }

@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
+use burn_ddp_comm::DType;
+
 use super::accumulation::GradientReduction;
-use super::bucket_plan::Caps;
+use super::bucket_plan::{Caps, Slot};
 use super::leaf_nodes::OwnRun;
+use crate::loss_scaling::LossScaling;
 
 /// Settings that do not change while a model is wrapped.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +26,12 @@ pub(crate) struct ReducerSettings {
     pub exact_replicas: bool,
     /// True if what breaks the promise of logical ranks is an error.
     pub exact: bool,
+    /// Type in which gradients travel, if it is a half.
+    pub reduce: Option<DType>,
+    /// Settings of the loss scale, if there is one.
+    pub scaling: Option<LossScaling>,
+    /// True if an average that is not finite is an error.
+    pub finite: bool,
     /// True if a thread reduces buckets while backward goes on; if false, all are reduced at its end.
     pub overlap: bool,
     /// True if gradients stay on their device, where the group's engine reduces them. Needs `overlap`.
@@ -36,6 +45,15 @@ impl ReducerSettings {
     /// order of its own.
     pub(crate) fn tree(&self) -> Option<OwnRun> {
         self.run.filter(|_| !self.on_device)
+    }
+
+    /// A slot in the type in which its gradients travel: sums of leaves in that in which they are added.
+    pub(crate) fn sent(&self, slot: &Slot) -> Slot {
+        match (self.tree(), self.reduce) {
+            (Some(_), _) => slot.widened(),
+            (None, Some(dtype)) => Slot { dtype, ..slot.clone() },
+            (None, None) => slot.clone(),
+        }
     }
 
     /// True if a step, numbered from 0, compares the ranks' parameters: each `replica_check`-th does, and before the

@@ -9,6 +9,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
+use burn::tensor::DType;
 
 use super::hook::hook;
 use super::hook_depth::untracked;
@@ -37,7 +38,8 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns `x`, a parameter's value. With autodiff, its gradient goes to the reducer of `tap` instead of to `x`.
+    /// Returns `x`, a parameter's value, in the type in which the model computes. With autodiff, its gradient goes to the
+    /// reducer of `tap` instead of to `x`.
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x
@@ -73,6 +75,8 @@ pub(super) struct HookState<B: Backend> {
     pub(super) first: bool,
     /// See [`TapHandle::mixed`].
     pub(super) mixed: bool,
+    /// Type of the value that was read, and so of its gradient.
+    pub(super) dtype: DType,
     pub(super) value: Option<FloatTensor<B>>,
 }
 
@@ -112,11 +116,20 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             if model.compares() && !model.is_trainable(slot) {
                 model.note_value::<B>(&tap, &x);
             }
-            return x;
+            return match model.compute_dtype(slot) {
+                None => x,
+                Some(dtype) => untracked::<B>(model.read_as::<B>(slot, &x, dtype)),
+            };
         }
         let value = (model.compares() && !sharded).then(|| x.primitive().clone());
         let rung = model.rung::<B, C>(slot, &x);
-        let state = HookState { read: Read::new(model.clone(), slot), first: tap.first, mixed: tap.mixed, value };
+        let state = HookState {
+            read: Read::new(model.clone(), slot),
+            first: tap.first,
+            mixed: tap.mixed,
+            dtype: model.compute_dtype(slot).map_or(x.dtype(), DType::from),
+            value,
+        };
         if sharded {
             let (whole, number) = gathered::<B>(&tap, x.primitive().clone());
             let again = Regather::<B> { tap, read: number, part: x.id(), backend: PhantomData };
@@ -127,7 +140,10 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
                 OpsKind::UnTracked(prep) => prep.finish(whole),
             };
         }
-        let (primitive, leaf) = x.into_parts();
+        // In the hook's own node, so a cast costs none of its own.
+        let narrow = model.compute_dtype(slot).map(|dtype| model.read_as::<B>(slot, &x, dtype));
+        let (master, leaf) = x.into_parts();
+        let primitive = narrow.unwrap_or(master);
         match Backward::<B, 2>::prepare::<C>(Hook, [leaf, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(state, primitive),
             OpsKind::UnTracked(prep) => prep.finish(primitive),

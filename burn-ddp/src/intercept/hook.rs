@@ -6,6 +6,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
+use burn::tensor::Scalar;
 
 use super::autodiff_nodes::HookState;
 use super::model_state::State;
@@ -13,6 +14,7 @@ use super::scope::{self, Role, fail, has_failed, role_of};
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{Contribution, GradientMemory};
+use crate::tensor_conversion::burn_dtype;
 
 /// Takes the gradient of the read with this `state`; `leaf` is the leaf of its parameter, if that is one.
 ///
@@ -54,7 +56,7 @@ impl WrappedModel {
     fn take<B: GradientMemory>(
         self: &Arc<Self>,
         state: &mut State<B>,
-        HookState { read, first, mixed, value }: HookState<B>,
+        HookState { read, first, mixed, dtype, value }: HookState<B>,
         leaf: Option<NodeId>,
         gradient: FloatTensor<B>,
         counted: Option<&mut Gradients>,
@@ -79,6 +81,18 @@ impl WrappedModel {
                 "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not `to_device`"
                     .into(),
             ));
+        };
+        if gradient.dtype() != dtype {
+            let (path, got) = (&self.slots[number].path, gradient.dtype());
+            return Err(self.fault(format!(
+                "the gradient of {path} is {got:?}, and the forward read it as {dtype:?}: a layer mixed two types. Cast \
+                its input, or name it in `WrapConfig::with_full_precision`"
+            )));
+        }
+        // Wide before anything is added to it.
+        let gradient = match self.compute_dtype(number) {
+            Some(_) => B::float_cast(gradient, burn_dtype(self.slots[number].dtype).into()),
+            None => gradient,
         };
         let slot = &mut state.slots[number];
         if first && slot.leaf.is_some_and(|known| known != leaf) || slot.done {
@@ -121,6 +135,11 @@ impl WrappedModel {
         gradient: FloatTensor<B>,
     ) -> Result<()> {
         state.slots[slot].done = true;
+        let gradient = match state.loss_scale.of_call {
+            // A power of two, so no bit changes unless the gradient is subnormal.
+            Some(scale) if scale != 1.0 => B::float_mul_scalar(gradient, Scalar::Float(1.0 / scale)),
+            _ => gradient,
+        };
         let micro_batch = state.reducer.micro_batch();
         if self.compares() && micro_batch.contribution != Contribution::Ignored {
             let read = state.same_gradients.add::<B>(slot, &gradient);

@@ -38,12 +38,12 @@ mod wrapped_model_setup;
 pub use autodiff_nodes::DdpBackend;
 pub(crate) use hook_depth::{rung_above, untracked};
 pub use model_state::ModelOpening;
-pub(crate) use model_walk::{TAP_NAME, find, taps};
+pub(crate) use model_walk::{TAP_NAME, find, read_of_master, taps};
 pub(crate) use parameter_tap::{MAX_DIMS, Tap};
 pub(crate) use save_mappers::without_mappers;
 #[cfg(feature = "train")]
 pub(crate) use scope::catch;
-pub(crate) use scope::{Call, fail, has_weight_0, reduce_held, refused, run, weight_of_backward};
+pub(crate) use scope::{Call, fail, has_weight_0, reduce_held, refused, run, scaled, weight_of_backward};
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{

@@ -17,8 +17,9 @@ use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::batch_weight::Batch;
 use crate::gradients::{
-    GradientMemory, HeldBatches, HeldSums, OwnRun, Reducer, ReducerSettings, Slot, Sum, open_store,
+    Culprit, GradientMemory, HeldBatches, HeldSums, OwnRun, Reducer, ReducerSettings, Slot, Sum, is_finite, open_store,
 };
+use crate::loss_scaling::{LossScale, LossScaler};
 use crate::model::parameter_movement::Movements;
 use crate::telemetry::step_meter::Meter;
 
@@ -37,13 +38,22 @@ pub(super) trait ModelState: Any + Send {
     fn is_reached(&self) -> bool;
 
     /// See [`State::begin_step`].
-    fn begin(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool>;
+    fn begin(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool>;
 
     /// See [`State::submit_rest`].
     fn submit(&mut self, model: &WrappedModel) -> Result<()>;
 
     /// See [`State::finish_step`].
     fn finish(&mut self, model: &WrappedModel) -> Result<bool>;
+
+    /// The scale for the next loss, if the model has one.
+    fn loss_scale(&mut self) -> Option<&mut LossScale>;
+
+    /// True if the step that has ended has scaled losses and an average that is not finite.
+    fn overflowed(&self) -> bool;
+
+    /// See [`State::end_scaled_step`].
+    fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()>;
 
     /// See [`State::abandon_step`].
     fn abandon(&mut self, alike: bool);
@@ -120,12 +130,38 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) warned_rounding: bool,
     pub(super) same_gradients: SameGradients,
     pub(super) statistics: Option<SyncedStatistics>,
+    pub(super) scaler: Option<LossScaler>,
+    pub(super) loss_scale: Scales,
+    /// Set by a step with scaled losses that has an average that is not finite: the first such gradient.
+    pub(super) overflow: Option<Culprit>,
+    /// True if an average that is not finite is an error.
+    pub(super) finite: bool,
+    /// True if the user was told of one.
+    pub(super) told_not_finite: bool,
     /// Number of the batch of the last backward; 0 if there is none.
     pub(super) last_batch: u64,
     /// Number of the batch of a backward that was given up since.
     pub(super) given_up: Option<u64>,
     /// Track and epoch of the last batch, if it came from a loader.
     pub(super) epoch: Option<(Track, u32)>,
+}
+
+/// What begins with a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Begin<'a> {
+    /// A micro-batch, which `holds` its gradients or not; its loss has a scale if it is scaled.
+    MicroBatch { batch: &'a Batch, holds: bool, loss_scale: Option<f64> },
+    /// A reduction of what is held.
+    Flush,
+}
+
+/// Scales of losses, if they are scaled.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Scales {
+    /// That of the running call.
+    pub(super) of_call: Option<f64>,
+    /// That of the last call of the running step that had one.
+    pub(super) of_step: Option<f64>,
 }
 
 /// State of a slot in the running backward.
@@ -136,21 +172,24 @@ pub(super) struct SlotState<B: GradientMemory> {
     pub(super) partial: Option<FloatTensor<B>>,
     /// True if the final gradient is with the reducer.
     pub(super) done: bool,
+    /// The value read last in the type in which the model computes, and the node of the parameter that it is of.
+    pub(super) narrow: Option<(NodeId, FloatTensor<B>)>,
 }
 
 impl<B: GradientMemory> Default for SlotState<B> {
     fn default() -> Self {
-        SlotState { leaf: None, partial: None, done: false }
+        SlotState { leaf: None, partial: None, done: false, narrow: None }
     }
 }
 
 impl<B: GradientMemory> State<B> {
     fn new(parts: Parts, device: B::Device) -> Result<Self> {
         let Parts { group, slots, settings, meter, statistics } = parts;
-        let store = open_store::<B>(slots.clone(), device.clone(), settings);
+        let sent: Arc<[Slot]> = slots.iter().map(|slot| settings.sent(slot)).collect();
+        let store = open_store::<B>(slots.clone(), sent.clone(), device.clone(), settings);
         let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
-            reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
+            reducer: Reducer::new(group, (slots.clone(), sent), store, settings, meter)?,
             accumulation: settings.accumulation,
             run: settings.run,
             device,
@@ -158,7 +197,12 @@ impl<B: GradientMemory> State<B> {
             open: false,
             reached: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
-            sharded: ShardedGradients::new(slots.len(), settings.tree()),
+            sharded: ShardedGradients::new(slots.len(), settings),
+            scaler: settings.scaling.map(LossScaler::new),
+            loss_scale: Scales::default(),
+            overflow: None,
+            finite: settings.finite,
+            told_not_finite: false,
             averages: slots.iter().map(|_| None).collect(),
             compared: slots.iter().map(|_| None).collect(),
             movements: judges.then(|| Movements::new(slots.len())),
@@ -205,8 +249,8 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reached
     }
 
-    fn begin(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool> {
-        self.begin_step(model, batch, holds)
+    fn begin(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool> {
+        self.begin_step(model, begin)
     }
 
     fn submit(&mut self, model: &WrappedModel) -> Result<()> {
@@ -215,6 +259,18 @@ impl<B: GradientMemory> ModelState for State<B> {
 
     fn finish(&mut self, model: &WrappedModel) -> Result<bool> {
         self.finish_step(model)
+    }
+
+    fn loss_scale(&mut self) -> Option<&mut LossScale> {
+        self.scaler.as_mut().map(|scaler| &mut scaler.state)
+    }
+
+    fn overflowed(&self) -> bool {
+        self.overflow.is_some()
+    }
+
+    fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()> {
+        self.end_scaled_step(model, skips)
     }
 
     fn abandon(&mut self, alike: bool) {
@@ -261,6 +317,9 @@ impl<B: GradientMemory> ModelState for State<B> {
     }
 
     fn add_held_sum(&mut self, slot: usize, leaf: usize, sharded: bool, sum: Sum) {
+        if sharded && !is_finite(sum.dtype(), sum.bytes()) {
+            self.reducer.note_sharded_not_finite(slot, leaf);
+        }
         // Without a tree all micro-batches are one sum.
         let leaf = if self.reducer.has_tree() { leaf } else { 0 };
         match sharded {

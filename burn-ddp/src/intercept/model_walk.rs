@@ -142,6 +142,12 @@ pub(crate) fn taps<M: Module>(model: &M) -> HashMap<String, TapHandle> {
     taps.0
 }
 
+/// The tap of a sharded parameter, for a read of what the optimizer steps.
+pub(crate) fn read_of_master<const D: usize>(param: &Param<Tensor<D>>) -> Option<TapHandle> {
+    let tap = taps(param).into_values().next().filter(|tap| tap.model.is_sharded(tap.slot))?;
+    Some(TapHandle { reads_master: true, ..tap })
+}
+
 /// Notes the values of all parameters of `model` in their wrapped models, also of those that the forward did not read.
 pub(super) fn note_values<M: Module>(model: &M) {
     struct Note;

@@ -7,6 +7,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::tensor::FloatTensor;
+use burn::tensor::FloatDType;
 
 use super::hook_depth::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::{TapHandle, WrappedModel};
@@ -75,6 +76,23 @@ impl WrappedModel {
         match self.lock().of::<B>() {
             Some(state) => state.ladder.next::<C>(like, self.is_sharded(slot)),
             None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())).node(),
+        }
+    }
+
+    /// The value of a parameter in the type in which the model computes. A value that is read again before a backward
+    /// ends is cast once.
+    pub(super) fn read_as<B: GradientMemory>(
+        &self,
+        slot: usize,
+        master: &AutodiffTensor<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let cast = || B::float_cast(master.primitive().clone(), dtype);
+        let mut state = self.lock();
+        let Some(state) = state.of::<B>() else { return cast() };
+        match &state.slots[slot].narrow {
+            Some((of, narrow)) if *of == master.id() => narrow.clone(),
+            _ => state.slots[slot].narrow.insert((master.id(), cast())).1.clone(),
         }
     }
 

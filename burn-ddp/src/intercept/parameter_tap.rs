@@ -66,7 +66,7 @@ impl Tap {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Self) {
         let frozen = !model.is_trainable(slot);
-        let handle = TapHandle { model, slot, first, value_id: 0, mixed: false };
+        let handle = TapHandle { model, slot, first, value_id: 0, mixed: false, reads_master: false };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
         let (id, _holder) = (param.id, Holder::new(handle.model.clone()));
         let param = refuse_records_of_parts(param, &handle);
@@ -132,9 +132,11 @@ impl Reparameterization for Tap {
         if base.is_autodiff() {
             return Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle.clone()));
         }
-        match self.handle.model.is_sharded(self.handle.slot) {
-            true => Tensor::from_dispatch(Dispatch::gather_part(base.into_dispatch(), self.handle.clone())),
-            false => base,
+        let TapHandle { model, slot, .. } = &self.handle;
+        match (model.is_sharded(*slot), model.compute_dtype(*slot)) {
+            (true, _) => Tensor::from_dispatch(Dispatch::gather_part(base.into_dispatch(), self.handle.clone())),
+            (false, Some(dtype)) => base.cast(dtype),
+            (false, None) => base,
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::backend::Backend;
 use burn::backend::autodiff::grads::Gradients;
-use burn::tensor::DType;
+use burn::tensor::{DType, FloatDType, Tensor};
 
 use super::hook_depth::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
@@ -33,6 +33,10 @@ struct Open {
     mark: Option<Box<dyn Any>>,
     /// True once a backward of weight 0 has passed a collective that mixes gradients of all ranks' losses.
     mixed_losses: bool,
+    /// Scale of the loss, if the models have one.
+    loss_scale: Option<f64>,
+    /// True once the loss was scaled.
+    is_scaled: bool,
     /// Models that the backward reached and the call does not train.
     ignored: Vec<Arc<WrappedModel>>,
     /// The first error of a hook, or of a collective in a forward or backward.
@@ -63,7 +67,7 @@ pub(super) enum Role {
 
 /// Runs `f`, which runs one backward over `models`, looks at its result with `prepare`, which also learns whether the
 /// batch counts, and reduces the gradients unless the micro-batch only adds up. Returns the result of `prepare` if the
-/// averages are there. *Collective*.
+/// averages are there, which they are not after an overflow of a scaled loss. *Collective*.
 ///
 /// # Errors
 ///
@@ -80,20 +84,28 @@ pub(crate) fn run<R, P>(
     models.sort_by_key(|model| model.id);
     let outcome = (|| {
         let batch = ddp.state().begin_backward(call.items)?;
-        let mut steps = Steps::begin(&models, |model| model.begin_step(&batch, call))?;
+        let loss_scale = models.iter().filter_map(|model| model.loss_scale()).reduce(f64::min);
+        let mut steps = Steps::begin(&models, |model| model.begin_step(&batch, call, loss_scale))?;
         let open = Open {
             models: Some(models.clone()),
             items: Some(batch.items),
             counts_backwards: call.counts_backwards,
+            loss_scale,
             ..Open::default()
         };
-        let mut out = within(open, f)?;
+        let (mut out, is_scaled) = within(open, f)?;
         let counts = batch.items > 0.0;
         if !counts {
             models.iter().for_each(|model| model.forget_batch());
         }
         for model in &models {
             model.refuse_unreached()?;
+        }
+        if loss_scale.is_some() && !is_scaled {
+            return Err(Error::invalid(
+                "the model has a loss scale, and the loss was not scaled: call `burn_ddp::scale_loss(&loss).backward()` \
+                instead of `loss.backward()`",
+            ));
         }
         let prepared = prepare(&mut out, counts)?;
         Ok((out, steps.reduce()?.then_some(prepared)))
@@ -111,7 +123,7 @@ pub(crate) fn reduce_held(ddp: &Ddp, mut models: Vec<Arc<WrappedModel>>) -> Resu
 /// Runs `f`, a forward without a backward, with errors of its collectives returned instead of panics.
 #[cfg(feature = "train")]
 pub(crate) fn catch<R>(f: impl FnOnce() -> R) -> Result<R> {
-    within(Open::default(), f)
+    within(Open::default(), f).map(|(out, _)| out)
 }
 
 /// The steps of several models in one call. They are abandoned when this value is dropped before they have ended.
@@ -158,8 +170,13 @@ impl<'a> Steps<'a> {
             return Err(error);
         }
         self.begun.iter().for_each(|model| model.keep_statistics(reduced));
+        let skips = self.begun.iter().any(|model| model.overflowed());
+        if reduced {
+            let ended = self.begun.iter().map(|model| model.end_scaled_step(skips)).fold(Ok(()), Result::and);
+            ended.inspect_err(|error| self.fails_alike = error.job_usable())?;
+        }
         self.ended = true;
-        Ok(reduced)
+        Ok(reduced && !skips)
     }
 }
 
@@ -172,8 +189,9 @@ impl Drop for Steps<'_> {
 }
 
 /// Runs `f` with `open` as the call of this thread. An error that was noted meanwhile comes before the result, and
-/// before a panic, since it leaves Burn's graph unfinished, so that Burn may panic later.
-fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
+/// before a panic, since it leaves Burn's graph unfinished, so that Burn may panic later. Also returns whether `f` has
+/// scaled a loss.
+fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<(R, bool)> {
     struct Restore(Option<Open>);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -182,7 +200,7 @@ fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
     }
     let restore = Restore(OPEN.replace(Some(open)));
     let out = catch_unwind(AssertUnwindSafe(f));
-    let Open { ignored, items, error, .. } = OPEN.take().unwrap_or_default();
+    let Open { ignored, items, error, is_scaled, .. } = OPEN.take().unwrap_or_default();
     drop(restore);
     for model in ignored {
         model.restart_reads();
@@ -192,7 +210,7 @@ fn within<R>(open: Open, f: impl FnOnce() -> R) -> Result<R> {
     }
     match (error, out) {
         (Some(error), _) => Err(error),
-        (None, Ok(out)) => Ok(out),
+        (None, Ok(out)) => Ok((out, is_scaled)),
         (None, Err(panic)) => resume_unwind(panic),
     }
 }
@@ -236,6 +254,21 @@ pub(super) fn is_second_backward<B: Backend>(grads: &mut Gradients, device: &B::
             }
         }
     })
+}
+
+/// The loss of a backward of the call that is open on this thread, times its scale.
+pub(crate) fn scaled<const D: usize>(loss: &Tensor<D>) -> Tensor<D> {
+    let scale = OPEN.with_borrow_mut(|open| {
+        let open = open.as_mut()?;
+        open.is_scaled = true;
+        open.loss_scale
+    });
+    match (scale, loss.dtype()) {
+        (None, _) => loss.clone(),
+        // The product is out of a half's range.
+        (Some(scale), DType::F16 | DType::BF16) => loss.clone().cast(FloatDType::F32).mul_scalar(scale),
+        (Some(scale), _) => loss.clone().mul_scalar(scale),
+    }
 }
 
 /// Weight of the backward that runs on this thread, if a call of the door runs it.

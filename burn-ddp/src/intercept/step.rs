@@ -3,12 +3,13 @@
 
 use std::sync::atomic::Ordering;
 
-use super::model_state::{ModelState, State};
+use super::model_state::{Begin, ModelState, Scales, State};
 use super::scope::Call;
 use super::wrapped_model::WrappedModel;
-use crate::Result;
 use crate::batch_weight::Batch;
-use crate::gradients::{Boundary, GradientMemory, Outcome, Piggyback};
+use crate::gradients::{Boundary, Culprit, GradientMemory, Outcome, Piggyback, first_not_finite};
+use crate::loss_scaling::LossScale;
+use crate::{Error, Result};
 
 /// Calls that break the promise of logical ranks, and what to do instead.
 const FLUSH: (&str, &str) = ("`ddp.flush` within a step", "a step ends with its last leaf");
@@ -34,9 +35,10 @@ impl WrappedModel {
         }
     }
 
-    /// Begins the step, or the micro-batch of a step, that a call makes with `batch`. Returns true if it reduces.
-    pub(super) fn begin_step(&self, batch: &Batch, call: Call) -> Result<bool> {
-        self.lock().begin(self, Some(batch), call.holds)
+    /// Begins the step, or the micro-batch of a step, that a call makes with `batch`, whose loss has this scale if it is
+    /// scaled. Returns true if it reduces.
+    pub(super) fn begin_step(&self, batch: &Batch, call: Call, loss_scale: Option<f64>) -> Result<bool> {
+        self.lock().begin(self, Begin::MicroBatch { batch, holds: call.holds, loss_scale })
     }
 
     /// Refuses what breaks the promise of logical ranks, if it `is` what the call does.
@@ -49,7 +51,7 @@ impl WrappedModel {
 
     /// Begins a step that adds nothing to the gradients that are held, and reduces them.
     pub(super) fn begin_flush(&self) -> Result<bool> {
-        self.lock().begin(self, None, false)
+        self.lock().begin(self, Begin::Flush)
     }
 
     /// Refuses a backward that has not reached the model.
@@ -90,6 +92,49 @@ impl WrappedModel {
         }
     }
 
+    /// The scale for the next loss, if the model has one.
+    pub(super) fn loss_scale(&self) -> Option<f64> {
+        self.loss_scale_state().map(|of_model| of_model.scale)
+    }
+
+    /// The loss scale, if the model has one, for a checkpoint.
+    pub(crate) fn loss_scale_state(&self) -> Option<LossScale> {
+        self.lock().loss_scale().copied()
+    }
+
+    /// Goes on with the loss scale of a checkpoint, if the model has one.
+    pub(crate) fn load_loss_scale(&self, state: LossScale) {
+        if let Some(own) = self.lock().loss_scale() {
+            *own = state;
+        }
+    }
+
+    /// True if the step that has ended has scaled losses and an average that is not finite.
+    pub(super) fn overflowed(&self) -> bool {
+        self.lock().overflowed()
+    }
+
+    /// See [`State::end_scaled_step`].
+    pub(super) fn end_scaled_step(&self, skips: bool) -> Result<()> {
+        self.lock().end_scaled_step(self, skips)
+    }
+
+    /// A gradient that is not finite, in words.
+    fn spoken_culprit(&self, Culprit { rank, slot, leaf }: Culprit, has_leaves: bool) -> String {
+        let path = slot.map_or("some parameter", |slot| &self.slots[slot].path);
+        match rank {
+            Some(rank) if has_leaves => {
+                format!("the gradient of {path} is not finite on rank {rank}, logical rank {leaf}")
+            }
+            Some(rank) => format!("the gradient of {path} is not finite on rank {rank}"),
+            None => format!("the average gradient of {path} is not finite"),
+        }
+    }
+
+    fn not_finite(&self, Culprit { rank, slot, .. }: Culprit, reason: String) -> Error {
+        Error::NotFinite { rank, parameter: slot.map(|slot| self.slots[slot].path.clone()), reason }
+    }
+
     fn end_step(&self) {
         if let Some(shards) = self.shards() {
             shards.restart();
@@ -117,11 +162,12 @@ impl WrappedModel {
 
 impl<B: GradientMemory> State<B> {
     /// See [`WrappedModel::begin_step`].
-    pub(super) fn begin_step(&mut self, model: &WrappedModel, batch: Option<&Batch>, holds: bool) -> Result<bool> {
+    pub(super) fn begin_step(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool> {
         model.ddp.world().set_step(self.reducer.step());
         model.measure_movements(self)?;
         let skips = model.ddp.state().skips();
-        let Some(batch) = batch else {
+        self.loss_scale.of_call = None;
+        let Begin::MicroBatch { batch, holds, loss_scale } = begin else {
             model.refuse_inexact(self.run.is_some_and(|_| self.reducer.holds_gradients()), FLUSH)?;
             self.reducer.begin_flush(skips)?;
             return Ok(true);
@@ -170,6 +216,7 @@ impl<B: GradientMemory> State<B> {
             None => (batch.items, None),
         };
         self.reducer.begin(weight, leaf, boundary, skips)?;
+        self.loss_scale = Scales { of_call: loss_scale, of_step: loss_scale.or(self.loss_scale.of_step) };
         Ok(self.reducer.micro_batch().reducing)
     }
 
@@ -189,6 +236,9 @@ impl<B: GradientMemory> State<B> {
             }
         }
         self.reducer.receive_late()?;
+        if let Some((slot, leaf)) = self.sharded.take_not_finite() {
+            self.reducer.note_sharded_not_finite(slot, leaf);
+        }
         let mut piggyback = Piggyback::default();
         if micro_batch.reducing {
             let leaf = self.reducer.own_leaf();
@@ -215,6 +265,7 @@ impl<B: GradientMemory> State<B> {
             if let Some(statistics) = &mut self.statistics {
                 statistics.receive(results);
             }
+            self.look_for_overflow(model, step)?;
             for (slot, average) in self.averages.iter_mut().enumerate() {
                 *average = self.sharded.take(slot).or_else(|| match self.reducer.outcome(slot) {
                     Outcome::Whole(average) => Some(average),
@@ -227,6 +278,91 @@ impl<B: GradientMemory> State<B> {
         }
         self.end();
         Ok(results.is_some())
+    }
+
+    /// Looks whether an average of the step is not finite. If its losses are scaled, notes that: the step will be
+    /// skipped. Otherwise the first time is told.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if such an average is an error.
+    fn look_for_overflow(&mut self, model: &WrappedModel, step: u64) -> Result<()> {
+        let scaled = self.scaler.is_some() || self.loss_scale.of_step.is_some();
+        let mut any = self.reducer.is_not_finite(scaled)?;
+        // A rank sees its rows alone there.
+        if let Some(shards) = model.shards().filter(|shards| scaled && shards.reach::<B>(&self.device)) {
+            let own = first_not_finite::<B>(self.sharded.averages()).map_err(|e| model.fault(e))?;
+            any |= shards.numbers(&[f64::from(u8::from(own.is_some()))])?.iter().any(|own| *own > 0.0);
+        }
+        if !any {
+            return Ok(());
+        }
+        let scale = self.loss_scale.of_step;
+        if scaled && self.scaler.as_ref().is_none_or(|scaler| scaler.can_fall(scale)) {
+            self.overflow = Some(Culprit::default());
+            return Ok(());
+        }
+        if !scaled && !self.finite && std::mem::replace(&mut self.told_not_finite, true) {
+            return Ok(());
+        }
+        let culprit = self.reducer.culprit(model.ddp.group().ranks())?;
+        if scaled {
+            self.overflow = Some(culprit);
+            return Ok(());
+        }
+        let text = format!("in step {step} {}", model.spoken_culprit(culprit, self.run.is_some()));
+        if self.finite {
+            return Err(model.not_finite(culprit, text));
+        }
+        if model.ddp.is_main() {
+            tracing::warn!(
+                target: "burn_ddp::finite",
+                "{text}, so the average is not finite on any rank, and the parameters will not be after an optimizer \
+                step; later steps are not looked at (`WrapConfig::with_finite_gradients(true)` makes this an error)"
+            );
+        }
+        Ok(())
+    }
+
+    /// Ends a step that has reduced: if its losses are scaled and the call `skips` it on all ranks, without averages and
+    /// with a smaller scale.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if the scale is below its bound.
+    pub(super) fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()> {
+        let (overflow, of_step) = (self.overflow.take(), std::mem::take(&mut self.loss_scale).of_step);
+        if skips {
+            self.forget_averages();
+        }
+        let Some(scaler) = &mut self.scaler else { return Ok(()) };
+        let before = scaler.state.scale;
+        let used = of_step.unwrap_or(before);
+        let is_enough = match skips {
+            true => scaler.overflows(used),
+            false => scaler.fits(used),
+        };
+        let scale = scaler.state.scale;
+        model.ddp.state().meter.scaled(scale, skips);
+        if !is_enough {
+            let culprit = overflow.unwrap_or_default();
+            let what = model.spoken_culprit(culprit, self.run.is_some());
+            let reason = format!(
+                "the loss scale has fallen to {scale}, below `min_loss_scale`: {what}, whatever the scale. The training \
+                diverges, or a layer overflows in f16 without any scale: look there, train in bf16, or name the layer \
+                in `WrapConfig::with_full_precision`"
+            );
+            return Err(model.not_finite(culprit, reason));
+        }
+        if model.ddp.is_main() && scale < before {
+            tracing::info!(
+                target: "burn_ddp::loss_scale",
+                scale,
+                "gradients are not finite with the loss scale {before}: all ranks skip step {}",
+                self.reducer.step() - 1
+            );
+        }
+        Ok(())
     }
 
     /// Warns on rank 0, in the first step, of parameters that have no gradient on any rank.
@@ -260,6 +396,8 @@ impl<B: GradientMemory> State<B> {
     pub(super) fn abandon_step(&mut self, alike: bool) {
         self.end();
         self.forget_averages();
+        self.overflow = None;
+        self.loss_scale = Scales::default();
         if let Some(statistics) = &mut self.statistics {
             statistics.restore_step();
         }

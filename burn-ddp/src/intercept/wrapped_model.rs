@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use burn::backend::autodiff::NodeId;
 use burn::module::ParamId;
-use burn::tensor::{DType, Device, TensorData};
+use burn::tensor::{DType, Device, FloatDType, TensorData};
 use burn_ddp_comm::{LogicalRanks, ProcessGroup};
 
 use super::model_state::ModelState;
@@ -59,6 +59,8 @@ pub(crate) struct WrappedModel {
 pub(super) struct SharedSlot {
     /// True if the settings divide the parameter. In a world of 1 its part is the whole.
     divided: bool,
+    /// Type to which reads cast the parameter.
+    compute: Option<FloatDType>,
     /// True if some optimizer was found to step the parameter element by element.
     optimizer_fits: AtomicBool,
     /// The [`StepOf`] of the optimizer that is making a step.
@@ -72,9 +74,10 @@ pub(super) struct SharedSlot {
 }
 
 impl SharedSlot {
-    fn new(divided: bool) -> Self {
+    fn new(divided: bool, compute: Option<FloatDType>) -> Self {
         SharedSlot {
             divided,
+            compute,
             optimizer_fits: AtomicBool::new(false),
             step_of: AtomicU8::new(StepOf::Unknown as u8),
             trained_leaf: AtomicU64::new(0),
@@ -120,6 +123,15 @@ pub struct TapHandle {
     /// True if the parameter is sharded and a mapper has come to it in this copy of which the program did not say that
     /// it treats each element by itself.
     pub(super) mixed: bool,
+    /// True for a read of the value that the optimizer steps, whatever the type in which the model computes.
+    pub(super) reads_master: bool,
+}
+
+impl TapHandle {
+    /// The type to which a read casts the value.
+    pub(super) fn read_dtype(&self) -> Option<FloatDType> {
+        self.model.compute_dtype(self.slot).filter(|_| !self.reads_master)
+    }
 }
 
 impl std::fmt::Debug for WrappedModel {
@@ -142,7 +154,7 @@ impl WrappedModel {
             ddp,
             device,
             id,
-            shared: slots.iter().map(|_| SharedSlot::new(false)).collect(),
+            shared: slots.iter().map(|_| SharedSlot::new(false, None)).collect(),
             slots,
             local: Local::default(),
             shards: None,
@@ -201,9 +213,15 @@ impl WrappedModel {
         WrappedModel { local: Local { entries, paths, by_id, warned: AtomicBool::new(false) }, ..self }
     }
 
-    /// The model with the parameters that its settings divide, and the group in which they are gathered: in the memory
-    /// of their device if `on_device`. *Collective* with such a group.
-    pub(crate) fn with_shards(self, divided: Vec<bool>, group: Option<ProcessGroup>, on_device: bool) -> Result<Self> {
+    /// The model with the parameters that its settings divide, the types in which they are read, and the group in which
+    /// they are gathered: in the memory of their device if `on_device`. *Collective* with such a group.
+    pub(crate) fn with_shards(
+        self,
+        divided: Vec<bool>,
+        compute: Vec<Option<FloatDType>>,
+        group: Option<ProcessGroup>,
+        on_device: bool,
+    ) -> Result<Self> {
         #[cfg(feature = "nccl")]
         let ordinal = crate::device::cuda_ordinal(&self.device).unwrap_or_default();
         #[cfg(not(feature = "nccl"))]
@@ -211,7 +229,7 @@ impl WrappedModel {
         let where_to = (on_device.then_some(ordinal), self.ddp.world().options().timeout);
         let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone(), where_to);
         let shards = group.map(shards).transpose()?;
-        let shared = divided.into_iter().map(SharedSlot::new).collect();
+        let shared = divided.into_iter().zip(compute).map(|(divided, compute)| SharedSlot::new(divided, compute)).collect();
         Ok(WrappedModel { shared, shards, ..self })
     }
 
@@ -333,6 +351,11 @@ impl WrappedModel {
     /// True if the next reduction compares the ranks' parameters.
     pub(crate) fn compares(&self) -> bool {
         self.comparing.load(Ordering::Acquire)
+    }
+
+    /// Type to which reads cast the parameter of a slot, if they do.
+    pub(super) fn compute_dtype(&self, slot: usize) -> Option<FloatDType> {
+        self.shared[slot].compute
     }
 
     /// True if the parameter of a slot was not frozen at `wrap`.

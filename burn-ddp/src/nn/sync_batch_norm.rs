@@ -74,7 +74,8 @@ impl From<SyncBatchNorm> for BatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// Normalises `[items, channels, …]`, and keeps the shape. *Collective* in training.
+    /// Normalises `[items, channels, …]`, and keeps shape and dtype; halves are normalised in f32. *Collective* in
+    /// training.
     ///
     /// With `c` channels it costs one step, in which a rank sends `16 c + 16` bytes to each other rank, and its
     /// backward one step with `16 c` bytes (two, if the sums of all ranks together exceed 64 KiB). No communication in
@@ -88,17 +89,33 @@ impl SyncBatchNorm {
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
         let training = input.device().is_autodiff() && self.norm.training.is_enabled();
+        // Burn's layer does not take other types than that of its running statistics.
+        let mixes = wide(input.dtype()) != input.dtype() && wide(input.dtype()) == self.norm.running_mean.value().dtype();
         match tapped {
             // A `match`, since inside a closure the reported call site would be the closure's line.
-            Some(tapped) if training && tapped.ddp.world_size() > 1 => match self.forward_train(input, tapped) {
+            Some(tapped) if training && (mixes || tapped.ddp.world_size() > 1) => match self.forward_train(input, tapped) {
                 Ok(normalised) => normalised,
                 Err(error) => {
                     tell_peers(&tapped.ddp, &error);
                     panic!("{error}")
                 }
             },
+            _ if mixes && !training => self.evaluate(input),
             _ => self.norm.forward(input),
         }
+    }
+
+    /// Normalises a half by the running statistics, in their type.
+    fn evaluate<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let (dtype, statistics) = (input.dtype(), self.norm.running_mean.value().dtype());
+        let [channels] = self.norm.gamma.dims();
+        let mut shape = [1; D];
+        shape[1] = channels;
+        let per_channel = |x: Tensor<1>| x.cast(statistics).reshape(shape);
+        let deviation = per_channel(self.norm.running_var.value()).add_scalar(self.norm.epsilon).sqrt();
+        let normalised = (input.cast(statistics) - per_channel(self.norm.running_mean.value())) / deviation;
+        let scaled = normalised * per_channel(self.norm.gamma.val()) + per_channel(self.norm.beta.val());
+        scaled.cast(dtype)
     }
 
     #[track_caller]

@@ -31,6 +31,10 @@ pub struct MemoryUse {
     /// Largest amount of whole [sharded](crate::WrapConfig::with_sharding) parameters and whole gradients of them at
     /// one moment of a step, if the step reads each parameter once and none is frozen.
     pub gathered: u64,
+    /// Values of whole parameters in the [compute dtype](crate::WrapConfig::with_compute_dtype), from forward to
+    /// backward.
+    #[serde(default)]
+    pub casts: u64,
     /// Buffers of the collectives in host memory: at most three of the size of the largest bucket; with sharded
     /// parameters, one for the largest of them of at most 48 MiB and one for this rank's rows of it, and one for the
     /// largest above that. If gradients come from a GPU and NCCL does not reduce them, every bucket has a buffer. With
@@ -42,8 +46,8 @@ impl MemoryUse {
     /// Sum of all that this rank holds.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let MemoryUse { parameters, gradients, optimizer, gathered, engine_buffers, .. } = self;
-        parameters + gradients + optimizer.unwrap_or(0) + gathered + engine_buffers
+        let MemoryUse { parameters, gradients, optimizer, gathered, casts, engine_buffers, .. } = self;
+        parameters + gradients + optimizer.unwrap_or(0) + gathered + casts + engine_buffers
     }
 
     /// The same, with the state that an optimizer like `optim` has after its first step. It measures the state of
@@ -85,6 +89,7 @@ impl Sum for MemoryUse {
             gradients: sum.gradients + one.gradients,
             optimizer: sum.optimizer.or(one.optimizer).map(|_| sum.optimizer.unwrap_or(0) + one.optimizer.unwrap_or(0)),
             gathered: sum.gathered + one.gathered,
+            casts: sum.casts + one.casts,
             engine_buffers: sum.engine_buffers + one.engine_buffers,
         })
     }
@@ -100,6 +105,9 @@ impl fmt::Display for MemoryUse {
         write!(f, ", gradients {:.1} MiB", mib(self.gradients))?;
         if let Some(optimizer) = self.optimizer {
             write!(f, ", optimizer {:.1} MiB", mib(optimizer))?;
+        }
+        if self.casts > 0 {
+            write!(f, ", casts {:.1} MiB", mib(self.casts))?;
         }
         write!(f, ", gathered {:.1} MiB, engine buffers {:.1} MiB", mib(self.gathered), mib(self.engine_buffers))
     }

@@ -75,6 +75,13 @@ impl Telemetry {
         self.meter().last_step()
     }
 
+    /// The [loss scale](crate::WrapConfig::with_loss_scaling) of the wrapped model that ended a step last; `None` if it
+    /// has none.
+    #[must_use]
+    pub fn loss_scale(&self) -> Option<f64> {
+        self.meter().loss_scale()
+    }
+
     /// Memory that the wrapped models of this rank take, computed from the shapes of their parameters, without the
     /// optimizer's state (see [`MemoryUse::with_optimizer`]).
     #[must_use]

@@ -71,6 +71,9 @@ pub struct Stats {
     /// Number of [comparisons](crate::WrapConfig::with_replica_check) in which parameters of the ranks differed by
     /// rounding.
     pub rounded: u64,
+    /// Number of steps that all ranks skipped because gradients overflowed with the
+    /// [loss scale](crate::WrapConfig::with_loss_scaling).
+    pub skipped: u64,
 }
 
 impl Stats {
@@ -128,6 +131,7 @@ impl Sub for Stats {
             saving: self.saving - earlier.saving,
             busy: self.busy - earlier.busy,
             rounded: self.rounded - earlier.rounded,
+            skipped: self.skipped - earlier.skipped,
         }
     }
 }

@@ -37,6 +37,8 @@ struct Counts {
     /// Consumed by the next backward that begins.
     pause: Option<Pause>,
     straggler: Option<Straggler>,
+    /// The loss scale of the model that ended a step last, if it has one.
+    loss_scale: Option<f64>,
     /// Memory of the wrapped models that exist; each model owns its entry.
     memory: Vec<Weak<MemoryUse>>,
 }
@@ -141,6 +143,18 @@ impl Meter {
                 such comparisons"
             );
         }
+    }
+
+    /// Records the loss scale after a step, which was `skipped` or not.
+    pub(crate) fn scaled(&self, loss_scale: f64, skipped: bool) {
+        let mut counts = self.counts();
+        counts.loss_scale = Some(loss_scale);
+        counts.total.skipped += u64::from(skipped);
+    }
+
+    /// The loss scale of the model that ended a step last, if it has one.
+    pub(crate) fn loss_scale(&self) -> Option<f64> {
+        self.counts().loss_scale
     }
 
     /// Counts a gather of a sharded parameter; the rows of all ranks together have this number of bytes.

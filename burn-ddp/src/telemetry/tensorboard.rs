@@ -71,7 +71,9 @@ impl TensorBoard {
     }
 
     /// Adds rank 0's times of the last step, in milliseconds: `step/time`, and its parts `step/backward`, `step/wait`,
-    /// `step/data`, `step/calls`; and `step/per_second`. See [`Stats`](crate::Stats). Not collective.
+    /// `step/data`, `step/calls`; and `step/per_second`. With a [loss scale](crate::WrapConfig::with_loss_scaling) also
+    /// `step/loss_scale` and `step/skipped`, the number of skipped steps so far. See [`Stats`](crate::Stats). Not
+    /// collective.
     ///
     /// # Errors
     ///
@@ -92,6 +94,9 @@ impl TensorBoard {
             let values = parts.map(|(tag, time)| (tag, time.as_secs_f64() * 1e3));
             let values = values.chain([("per_second", 1.0 / seconds)]);
             let now = now();
+            let scale = self.telemetry.loss_scale().into_iter();
+            let skipped = self.telemetry.stats().skipped as f64;
+            let values = values.chain(scale.flat_map(|scale| [("loss_scale", scale), ("skipped", skipped)]));
             values.flat_map(|(tag, value)| scalar(&format!("step/{tag}"), value as f32, step, now)).collect()
         })
     }

@@ -268,7 +268,7 @@ impl<M: LearnerModel> Run<'_, M> {
             let weight = self.weight(iteration, &micro_batches);
             let counts = weight.unwrap_or_else(|| self.ddp.state().batch_weight.items()) > 0.0;
             let output = self.step(batch, weight, !completes);
-            let TrainOutput { grads, item } = match output {
+            let (TrainOutput { grads, item }, reduced) = match output {
                 Ok(output) => output,
                 Err(error) => {
                     fail(self.ddp, &self.interrupter, error);
@@ -276,7 +276,8 @@ impl<M: LearnerModel> Run<'_, M> {
                 }
             };
             let grads = micro_batches.add(&self.learner.model(), grads, completes);
-            if let Some(grads) = grads {
+            // Not after an overflow of the scaled loss, on any rank.
+            if let Some(grads) = grads.filter(|_| reduced) {
                 self.learner.lr_step();
                 self.learner.optimizer_step(grads);
                 // The next step has new values.
@@ -311,9 +312,9 @@ impl<M: LearnerModel> Run<'_, M> {
         Some(own / plan.step(nth).len() as f64)
     }
 
-    /// Forward and backward of a micro-batch; one that `holds` only adds up. The output has the averaged gradients
-    /// otherwise.
-    fn step(&self, batch: <M as TrainStep>::Input, items: Option<f64>, holds: bool) -> Result<Output<M>> {
+    /// Forward and backward of a micro-batch; one that `holds` only adds up. Otherwise the output has the averaged
+    /// gradients, unless the step is skipped. Returns true if it has them.
+    fn step(&self, batch: <M as TrainStep>::Input, items: Option<f64>, holds: bool) -> Result<(Output<M>, bool)> {
         let model = self.taps.attach(self.learner.model());
         let models = Models(vec![self.taps.wrapped.clone()]);
         // With logical ranks the loader's batches say where a step ends.
@@ -323,10 +324,11 @@ impl<M: LearnerModel> Run<'_, M> {
         };
         let step = || TrainStep::step(&model, batch);
         let (mut output, prepared) = intercept::run(self.ddp, models.0.clone(), call, step, prepare)?;
+        let reduced = prepared.is_some();
         if let Some(prepared) = prepared {
             prepared.put_averages(&mut output.grads);
         }
-        Ok(output)
+        Ok((output, reduced))
     }
 
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.

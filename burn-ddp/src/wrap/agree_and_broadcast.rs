@@ -8,15 +8,15 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use burn::module::{Module, ParamId};
-use burn::tensor::Device;
+use burn::tensor::{Device, FloatDType};
 use burn_ddp_comm::ProcessGroup;
 #[cfg(feature = "train")]
 use burn_ddp_comm::RowDivision;
 
 use super::attach::Taps;
 use super::inspect_model::{Inspected, inspect};
-use super::memory_estimate::{memory, sums_of_leaves};
-use super::{WrapConfig, bucket_size, leaves, local_parameters, rank_placement, treatment};
+use super::memory_estimate::{casts, memory, sums_of_leaves};
+use super::{WrapConfig, bucket_size, leaves, local_parameters, rank_placement, read_types, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{Caps, OwnRun, ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
@@ -40,6 +40,8 @@ pub(crate) struct AgreedModel {
     slots: Vec<Slot>,
     /// True for each slot whose parameter the settings divide.
     divided: Vec<bool>,
+    /// Type to which reads of each slot cast.
+    compute: Vec<Option<FloatDType>>,
     /// Slot of each float parameter and buffer, in traversal order.
     slot_of: VecDeque<Option<treatment::Place>>,
     /// For each float parameter and buffer, true if it is a running statistic that the ranks average or broadcast.
@@ -71,7 +73,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let run = leaves::of_model(ddp, config);
     let inspected = run.and_then(|run| Ok((run, inspect(&model, config, run)?)));
     let (run, inspected) = agreement::on_outcome(world, "wrap its model", inspected)?;
-    let Inspected { device, schema, first_clone, is_buffer, is_local, bases } = inspected;
+    let Inspected { device, schema, first_clone, is_buffer, is_local, halves, bases } = inspected;
     if let Some(difference) = agreement::on_settings(world, &leaves::with_number(ddp, config.settings()))? {
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
@@ -98,6 +100,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
     };
     let divided = slots.iter().map(|slot| slot.sharded).collect();
+    let compute = read_types::of_slots(config, &slots, &halves);
     if ddp.world_size() == 1 {
         // The part is the whole, and is trained like any other parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
@@ -119,6 +122,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         None => usize::from(config.micro_batches() > 1),
     };
     let memory = memory(&schema, &first_clone, &slots, place, in_host_memory.then_some(caps), sums);
+    let memory = MemoryUse { casts: casts(&slots, &halves), ..memory };
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
@@ -144,6 +148,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         caps,
         slots,
         divided,
+        compute,
         slot_of,
         is_shared_buffer,
         shared_buffers,
@@ -178,7 +183,7 @@ impl AgreedModel {
 
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
-        let AgreedModel { device, group, alone, on_device, caps, slots, divided, slot_of, .. } = self;
+        let AgreedModel { device, group, alone, on_device, caps, slots, divided, compute, slot_of, .. } = self;
         let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
         let shared_buffers = self.shared_buffers;
         let (config, memory, site, run) = (self.config, ddp.state().meter.holds(self.memory), self.site, self.run);
@@ -191,6 +196,9 @@ impl AgreedModel {
             replica_check: if alone { 0 } else { config.replica_check as u64 },
             exact_replicas: config.exact_replicas,
             exact: config.exact,
+            reduce: config.reduce_dtype.half(),
+            scaling: config.scaling(),
+            finite: config.finite_gradients,
             // Without overlap a backward would wait for the device's reductions at its end, and the device would idle.
             overlap: on_device || !alone && config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
@@ -210,7 +218,7 @@ impl AgreedModel {
             false => None,
         };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        let wrapped = wrapped.with_local(local, is_local).with_shards(divided, shards, on_device)?.with_memory(memory);
+        let wrapped = wrapped.with_local(local, is_local).with_shards(divided, compute, shards, on_device)?.with_memory(memory);
         Ok(Taps::new(ddp, Arc::new(wrapped), slot_of))
     }
 }

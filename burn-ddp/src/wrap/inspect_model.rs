@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
-use super::{WrapConfig, local_parameters};
+use super::{WrapConfig, local_parameters, read_types};
 use crate::gradients::OwnRun;
 use crate::intercept::{MAX_DIMS, TAP_NAME, find};
 use crate::model::running_stats;
@@ -23,6 +23,8 @@ pub(super) struct Inspected {
     pub(super) is_buffer: Vec<bool>,
     /// For each entry of the schema, true if it is a local parameter or buffer.
     pub(super) is_local: Vec<bool>,
+    /// See [`read_types::halves`].
+    pub(super) halves: HashSet<String>,
     /// Paths of the parameters under another reparameterization (LoRA), which get no tap.
     pub(super) bases: HashSet<String>,
 }
@@ -46,7 +48,7 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig, run: Option<Own
     drop(model.valid());
     let schema = Schema::of(model)?;
     let first_clone = schema.first_clones(model)?;
-    let is_local = local_parameters::select(&config.local_parameters, &schema.paths())?;
+    let is_local = local_parameters::select("local parameter", &config.local_parameters, &schema.paths())?;
     refuse_half_local(&schema, &first_clone, &is_local)?;
     let (micro_batches, by) = match run {
         Some(run) => (run.division.of_rank(0).len(), "several logical ranks per process".to_owned()),
@@ -57,7 +59,22 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig, run: Option<Own
         local_parameters::refuse_accumulation(&by, local)?;
     }
     let (is_buffer, bases) = (running_stats::which(model), floats.bases);
-    Ok(Inspected { device, schema, first_clone, is_buffer, is_local, bases })
+    let halves = read_types::halves(config, &device, &schema, &is_buffer, &is_local, &bases)?;
+    refuse_scaled(config, &schema, &is_local)?;
+    Ok(Inspected { device, schema, first_clone, is_buffer, is_local, halves, bases })
+}
+
+/// Refuses a loss scale that the gradients of local parameters, which are this rank's own, would keep.
+fn refuse_scaled(config: &WrapConfig, schema: &Schema, is_local: &[bool]) -> Result<()> {
+    let trained = schema.entries.iter().zip(is_local).find(|(entry, is_local)| **is_local && entry.trainable);
+    match (config.scaling(), trained) {
+        (Some(_), Some((entry, _))) => Err(Error::invalid(format!(
+            "a loss scale with a local parameter that is trained ({}) is not possible: train in bf16, or move local \
+            parameters to a model of their own",
+            entry.path
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Refuses a model without anything to average, and clones of a parameter of which some are local.

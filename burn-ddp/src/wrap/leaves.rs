@@ -10,6 +10,7 @@ use crate::gradients::OwnRun;
 use crate::intercept::THREADS;
 use crate::job_leaves::inexact;
 use crate::model::running_stats::BufferPolicy;
+use crate::precision::Precision;
 use crate::{Ddp, Error, Result, device};
 
 /// This rank's leaves in each step of the model, if the job has logical ranks.
@@ -40,6 +41,13 @@ pub(super) fn of_model(ddp: &Ddp, config: &WrapConfig) -> Result<Option<OwnRun>>
         };
     };
     leaves.used_by("`wrap`");
+    if config.reduce_dtype != Precision::F32 {
+        return Err(Error::invalid(format!(
+            "a reduce dtype of {} rounds the sums of logical ranks, whose bits then depend on the number of processes: \
+            leave one of the two out",
+            config.reduce_dtype
+        )));
+    }
     let run = OwnRun { division, rank: ddp.rank() };
     let (count, processes, each) = (division.count(), ddp.world_size(), division.of_rank(0).len());
     match config.accumulation() {

@@ -10,12 +10,12 @@ use crate::{Error, Result};
 /// Number of paths that an error proposes.
 const PROPOSED: usize = 3;
 
-/// For each path, true if one of `patterns` names it or a module that it is in.
+/// For each path, true if one of `patterns` names it or a module that it is in. `what` are the patterns.
 ///
 /// # Errors
 ///
 /// [`Error::Invalid`] if a pattern names nothing, with the paths that are most like it.
-pub(super) fn select(patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
+pub(super) fn select(what: &str, patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
     // Each path is compared with each pattern, but not with each name: there may be as many names as paths.
     let (with_stars, names): (Vec<&String>, Vec<&String>) = patterns.iter().partition(|pattern| pattern.contains('*'));
     let names: HashSet<&str> = names.into_iter().map(String::as_str).collect();
@@ -32,7 +32,7 @@ pub(super) fn select(patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
     match patterns.iter().find(|pattern| !found.contains(pattern.as_str())) {
         None => Ok(selected),
         Some(pattern) => Err(Error::invalid(format!(
-            "the local parameter {pattern:?} names no parameter, buffer or module of the model; closest are {}",
+            "the {what} {pattern:?} names no parameter, buffer or module of the model; closest are {}",
             closest(pattern, paths).join(", ")
         ))),
     }
@@ -125,7 +125,7 @@ mod tests {
 
     fn selected(patterns: &[&str]) -> Vec<&'static str> {
         let patterns: Vec<String> = patterns.iter().map(ToString::to_string).collect();
-        let selected = select(&patterns, &PATHS).unwrap();
+        let selected = select("local parameter", &patterns, &PATHS).unwrap();
         PATHS.iter().zip(selected).filter_map(|(path, selected)| selected.then_some(*path)).collect()
     }
 
@@ -143,12 +143,12 @@ mod tests {
     #[test]
     fn a_name_that_is_not_there_is_an_error_with_the_closest() {
         for (pattern, closest) in [("expert.0.weight", "experts.0.weight, "), ("embd", "embed.weight, ")] {
-            let error = select(&["head".into(), pattern.into()], &PATHS).unwrap_err().to_string();
+            let error = select("local parameter", &["head".into(), pattern.into()], &PATHS).unwrap_err().to_string();
             assert!(
                 error.contains(&format!("{pattern:?}")) && error.contains(&format!("closest are {closest}")),
                 "{error}"
             );
         }
-        assert!(select(&["expert".into()], &PATHS).is_err(), "a part of a name is no module");
+        assert!(select("local parameter", &["expert".into()], &PATHS).is_err(), "a part of a name is no module");
     }
 }

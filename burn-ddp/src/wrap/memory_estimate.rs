@@ -1,5 +1,7 @@
 //! Memory that a rank needs for a model, from the shapes of its parameters.
 
+use std::collections::HashSet;
+
 use burn::module::Module;
 use burn_ddp_comm::{DType, RowDivision};
 
@@ -43,7 +45,7 @@ impl MemoryUse {
         if world_size == 0 {
             return Err(Error::invalid("a job has at least one rank"));
         }
-        let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config, None)?;
+        let Inspected { schema, first_clone, is_buffer, is_local, bases, halves, .. } = inspect(model, config, None)?;
         // In a world of 1 the part is the whole.
         let divides =
             |entry: &Entry| world_size > 1 && config.divides(&entry.dims, world_size) && !bases.contains(&entry.path);
@@ -51,8 +53,15 @@ impl MemoryUse {
         let alone = world_size == 1 && !config.single_rank_reduction;
         // Rank 0 has the longest parts.
         let caps = (!alone).then(|| config.caps(false, None));
-        Ok(memory(&schema, &first_clone, &slots, (0, world_size), caps, sums_of_leaves(config.micro_batches())))
+        let memory = memory(&schema, &first_clone, &slots, (0, world_size), caps, sums_of_leaves(config.micro_batches()));
+        Ok(MemoryUse { casts: casts(&slots, &halves), ..memory })
     }
+}
+
+/// Memory for the values of parameters in half precision, from forward to backward. Sharded ones are not kept.
+pub(super) fn casts(slots: &[Slot], halves: &HashSet<String>) -> u64 {
+    let in_half = slots.iter().filter(|slot| !slot.sharded && halves.contains(&slot.path));
+    in_half.map(|slot| 2 * slot.len_elems() as u64).sum()
 }
 
 /// Sums of gradients that a rank holds for as many leaves: those of subtrees that are not complete, and of the leaf.
@@ -108,6 +117,7 @@ pub(super) fn memory(
         whole_parameters,
         gradients: gradients as u64,
         optimizer: None,
+        casts: 0,
         gathered: (largest_gradient + largest) as u64,
         engine_buffers: caps.map_or(0, |_| buckets + shared) as u64,
     }

@@ -2,9 +2,10 @@
 //!
 //! | | |
 //! |---|---|
-//! | `wrap_config` | settings |
+//! | `wrap_config`, `precision_config` | settings |
 //! | `inspect_model` | checks that a rank makes alone |
 //! | `local_parameters` | selects the parameters that each rank keeps for itself |
+//! | `read_types` | types in which parameters are read |
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `bucket_size` | size of buckets between machines, measured at `wrap` |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
@@ -24,7 +25,9 @@ mod local_parameters;
 mod memory_estimate;
 #[cfg(feature = "train")]
 mod parameters_to_shard;
+mod precision_config;
 mod rank_placement;
+mod read_types;
 mod treatment;
 mod wrap_config;
 

@@ -5,8 +5,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::agreement::Settings;
 use crate::gradients::{Caps, GradientReduction};
+use crate::loss_scaling::LossScaling;
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Schema;
+use crate::precision::Precision;
 use crate::{Error, Result};
 
 /// Part of the model that each rank holds.
@@ -61,6 +63,12 @@ pub struct WrapConfig {
     pub(super) sharding: Sharding,
     /// Least number of elements of a sharded parameter.
     sharding_above: usize,
+    pub(super) compute_dtype: Precision,
+    /// Paths of parameters and modules whose parameters are read as they are.
+    pub(super) full_precision: Vec<String>,
+    pub(super) reduce_dtype: Precision,
+    pub(super) loss_scaling: Option<LossScaling>,
+    pub(super) finite_gradients: bool,
 }
 
 impl Default for WrapConfig {
@@ -80,6 +88,11 @@ impl Default for WrapConfig {
             local_parameters: Vec::new(),
             sharding: Sharding::Off,
             sharding_above: 1 << 14,
+            compute_dtype: Precision::F32,
+            full_precision: Vec::new(),
+            reduce_dtype: Precision::F32,
+            loss_scaling: None,
+            finite_gradients: false,
         }
     }
 }
@@ -436,7 +449,7 @@ impl WrapConfig {
         if self.bucket_cap_bytes == Some(0) || self.first_bucket_cap_bytes == Some(0) {
             return Err(Error::invalid("a bucket cap is a number of bytes: 1 or more"));
         }
-        Ok(())
+        self.check_precision()
     }
 
     /// Settings by name, for the comparison between ranks. Local parameters are left out: ranks may have different

@@ -14,6 +14,7 @@ use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::leaf_nodes::{Nodes, OwnRun};
 use crate::gradients::memory::GradientMemory;
+use crate::gradients::packing::first_not_finite;
 use crate::tensor_conversion::burn_dtype;
 
 pub(super) struct DeviceStore<B: GradientMemory> {
@@ -85,7 +86,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         }
         let gradient = match contribution {
             Contribution::Ignored => return Ok(Arrival::Now),
-            Contribution::Whole => Gradient::Whole(gradient),
+            Contribution::Whole { .. } => Gradient::Whole(gradient),
             Contribution::Added { weight, leaf } => {
                 let gradient = if is_narrow(dtype) { B::float_cast(gradient, FloatDType::F32) } else { gradient };
                 let gradient =
@@ -111,6 +112,17 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
 
     fn holds(&self, slot: usize) -> bool {
         self.gradients[slot].is_some()
+    }
+
+    /// Nothing is read before the end.
+    fn not_finite(&self, _: usize) -> Option<usize> {
+        None
+    }
+
+    /// One read for all averages.
+    fn average_not_finite(&mut self) -> Result<Option<usize>, String> {
+        let averages = self.averages.iter().enumerate();
+        first_not_finite::<B>(averages.filter_map(|(slot, average)| Some((slot, average.clone()?))))
     }
 
     fn leaves(&self, slot: usize) -> Vec<usize> {
@@ -153,10 +165,10 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         let run = self.run;
         // A slot with sums has one at least: they are those of the subtrees of one rank alone, or all of leaf 0.
         let own = |dtype: DType, gradient| match gradient {
-            Gradient::Whole(gradient) => Some(gradient),
+            Gradient::Whole(gradient) => Some(as_type::<B>(gradient, dtype)),
             Gradient::Sums(nodes) => nodes.fold(run, B::float_add).into_iter().next().map(|(_, sum)| {
                 let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
-                if is_narrow(dtype) { B::float_cast(mean, dtype.into()) } else { mean }
+                as_type::<B>(mean, dtype)
             }),
         };
         if !self.lends {
@@ -168,9 +180,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         }
         let mut tensors = Vec::with_capacity(bucket.slots.len());
         for &slot in &bucket.slots {
-            let dtype = burn_dtype(self.slots[slot].dtype);
+            let dtype = burn_dtype(bucket.dtype);
             let gradient = self.gradients[slot].take().and_then(|gradient| own(dtype, gradient));
-            let gradient = gradient.unwrap_or_else(|| self.zeros(slot));
+            let gradient = gradient.unwrap_or_else(|| as_type::<B>(self.zeros(slot), dtype));
             let shape = gradient.shape();
             tensors.push((gradient, shape));
         }
@@ -198,7 +210,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
             return Err(format!("the device returned {got} averages instead of {expected}"));
         }
         for (&slot, average) in bucket.slots.iter().zip(averages).filter(|(slot, _)| present[**slot]) {
-            self.averages[slot] = Some(average);
+            self.averages[slot] = Some(as_type::<B>(average, burn_dtype(self.slots[slot].dtype)));
         }
         Ok(())
     }
@@ -213,6 +225,10 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
     }
 
     fn release(&mut self) {}
+}
+
+fn as_type<B: GradientMemory>(gradient: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    if gradient.dtype() == dtype { gradient } else { B::float_cast(gradient, dtype.into()) }
 }
 
 fn is_narrow(dtype: DType) -> bool {

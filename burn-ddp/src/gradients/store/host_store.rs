@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
-use burn_ddp_comm::{DType as CommDType, SharedView};
+use burn_ddp_comm::SharedView;
 
 use super::{Arrival, GradientStore, Outcome};
 use crate::gradients::accumulation::{Contribution, Sum};
@@ -15,6 +15,7 @@ use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::leaf_nodes::{Nodes, OwnRun, Rows};
 use crate::gradients::memory::{GradientMemory, shared_bytes};
+use crate::gradients::packing::{is_finite, pack};
 use crate::gradients::readback::{HostGradient, Readback};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
 
@@ -23,10 +24,16 @@ const RING_LEN: usize = 3;
 
 pub(super) struct HostStore<B: GradientMemory> {
     slots: Arc<[Slot]>,
+    /// The slots in the types in which their gradients travel.
+    sent: Arc<[Slot]>,
     /// Device of the last gradient, for averages.
     device: B::Device,
     gradients: Vec<Option<Gradient<B>>>,
     averages: Vec<Option<FloatTensor<B>>>,
+    /// For each slot, the leaf whose gradient is not finite.
+    not_finite: Vec<Option<usize>>,
+    /// The first slot whose average became infinite by the type in which it travels.
+    overflow: Option<usize>,
     /// Bytes that the last step's averages are views of.
     viewed: Vec<Arc<Bytes>>,
     readback: Readback<B>,
@@ -37,17 +44,27 @@ pub(super) struct HostStore<B: GradientMemory> {
 }
 
 enum Gradient<B: GradientMemory> {
-    Tensor(FloatTensor<B>),
+    /// Of this leaf, like bytes.
+    Tensor(FloatTensor<B>, usize),
     /// In the buffer of its bucket.
     Packed,
-    Bytes(Bytes),
+    Bytes(Bytes, usize),
     /// Over micro-batches.
     Sums(Nodes<Sum>),
 }
 
 impl<B: GradientMemory> HostStore<B> {
-    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, portion_bytes: usize, run: Option<OwnRun>) -> Self {
+    /// A store for gradients of the first slots, which travel as the second.
+    pub(super) fn new(
+        (slots, sent): (Arc<[Slot]>, Arc<[Slot]>),
+        device: B::Device,
+        portion_bytes: usize,
+        run: Option<OwnRun>,
+    ) -> Self {
         HostStore {
+            sent,
+            not_finite: vec![None; slots.len()],
+            overflow: None,
             device,
             gradients: slots.iter().map(|_| None).collect(),
             averages: slots.iter().map(|_| None).collect(),
@@ -82,6 +99,9 @@ impl<B: GradientMemory> HostStore<B> {
     fn add(&mut self, slot: usize, gradient: &[u8], (weight, leaf): (f64, usize)) {
         let s = &self.slots[slot];
         let run = self.rows.as_ref().map(|rows| rows.run);
+        if !is_finite(s.dtype, gradient) {
+            self.not_finite[slot].get_or_insert(leaf);
+        }
         let Gradient::Sums(nodes) = self.gradients[slot].get_or_insert_with(|| Gradient::Sums(Nodes::default())) else {
             return;
         };
@@ -123,12 +143,14 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         match (contribution, place) {
             (Contribution::Ignored, _) => {}
             // Copied at once, while the gradient is in the processor's cache; its memory is then free for the next one.
-            (Contribution::Whole, Some(place)) => {
-                B::with_bytes(gradient, |_, bytes| place.copy_from_slice(bytes))
-                    .map_err(|e| self.unreadable(slot, &e))?;
+            (Contribution::Whole { leaf }, Some(place)) => {
+                let (from, to) = (self.slots[slot].dtype, self.sent[slot].dtype);
+                let packed = B::with_bytes(gradient, |_, bytes| pack(from, bytes, to, place));
+                let is_finite = packed.map_err(|e| self.unreadable(slot, &e))?;
                 self.gradients[slot] = Some(Gradient::Packed);
+                self.not_finite[slot] = (!is_finite).then_some(leaf);
             }
-            (Contribution::Whole, None) => self.gradients[slot] = Some(Gradient::Tensor(gradient)),
+            (Contribution::Whole { leaf }, None) => self.gradients[slot] = Some(Gradient::Tensor(gradient, leaf)),
             (Contribution::Added { weight, leaf }, _) => {
                 B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, (weight, leaf)))
                     .map_err(|e| self.unreadable(slot, &e))?
@@ -147,7 +169,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         self.check(slot, dtype, bytes.len())?;
         match contribution {
             Contribution::Ignored => {}
-            Contribution::Whole => self.gradients[slot] = Some(Gradient::Bytes(bytes)),
+            Contribution::Whole { leaf } => self.gradients[slot] = Some(Gradient::Bytes(bytes, leaf)),
             Contribution::Added { weight, leaf } => self.add(slot, &bytes, (weight, leaf)),
         }
         Ok(Some(slot))
@@ -155,6 +177,14 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
 
     fn holds(&self, slot: usize) -> bool {
         self.gradients[slot].is_some()
+    }
+
+    fn not_finite(&self, slot: usize) -> Option<usize> {
+        self.not_finite[slot]
+    }
+
+    fn average_not_finite(&mut self) -> Result<Option<usize>, String> {
+        Ok(self.overflow)
     }
 
     fn leaves(&self, slot: usize) -> Vec<usize> {
@@ -172,6 +202,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
     }
 
     fn add_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
+        if !is_finite(sum.dtype(), sum.bytes()) {
+            self.not_finite[slot].get_or_insert(leaf);
+        }
         let held = self.gradients[slot].get_or_insert_with(|| Gradient::Sums(Nodes::default()));
         if let Gradient::Sums(nodes) = held {
             nodes.add_sum(leaf, sum);
@@ -190,15 +223,24 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         Rows::clear(bucket.dtype, others);
         for &slot in &bucket.slots {
             let out = &mut buffer[ranges[slot].bytes()];
+            let dtype = self.slots[slot].dtype;
             match self.gradients[slot].take() {
-                Some(Gradient::Tensor(gradient)) => {
-                    B::with_bytes(gradient, |_, bytes| write(self.slots[slot].dtype, bytes, bucket.dtype, out))
-                        .map_err(|e| self.unreadable(slot, &e))?;
+                Some(Gradient::Tensor(gradient, leaf)) => {
+                    let packed = B::with_bytes(gradient, |_, bytes| pack(dtype, bytes, bucket.dtype, out));
+                    let is_finite = packed.map_err(|e| self.unreadable(slot, &e))?;
+                    self.not_finite[slot] = (!is_finite).then_some(leaf);
                 }
                 Some(Gradient::Packed) => {}
-                Some(Gradient::Bytes(bytes)) => write(self.slots[slot].dtype, &bytes, bucket.dtype, out),
+                Some(Gradient::Bytes(bytes, leaf)) => {
+                    self.not_finite[slot] = (!pack(dtype, &bytes, bucket.dtype, out)).then_some(leaf);
+                }
                 Some(Gradient::Sums(nodes)) => match &self.rows {
-                    None => nodes.iter().for_each(|(_, sum)| sum.write(bucket.dtype, divisor, out)),
+                    None => {
+                        nodes.iter().for_each(|(_, sum)| sum.write(bucket.dtype, divisor, out));
+                        if !is_finite(bucket.dtype, out) {
+                            self.not_finite[slot].get_or_insert(0);
+                        }
+                    }
                     Some(rows) => {
                         Rows::clear(bucket.dtype, out);
                         for (leaf, sum) in nodes.fold(Some(rows.run), Sum::plus) {
@@ -236,6 +278,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
                 true => average,
                 false => B::float_cast(average, burn_dtype(s.dtype).into()),
             };
+            if bucket.dtype.size_bytes() == 2 && !is_finite(bucket.dtype, &bytes[ranges[slot].bytes()]) {
+                self.overflow = self.overflow.or(Some(slot));
+            }
             self.averages[slot] = Some(average);
         }
         if B::VIEWS_AVERAGES {
@@ -251,19 +296,13 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
     fn clear(&mut self) {
         self.gradients.iter_mut().for_each(|gradient| *gradient = None);
         self.averages.iter_mut().for_each(|average| *average = None);
+        self.not_finite.iter_mut().for_each(|leaf| *leaf = None);
+        self.overflow = None;
         self.readback.clear();
         self.copied.clear();
     }
 
     fn release(&mut self) {
         self.viewed.clear();
-    }
-}
-
-/// Writes a gradient of one type as the type in which its bucket travels.
-fn write(dtype: CommDType, gradient: &[u8], travels: CommDType, out: &mut [u8]) {
-    match dtype == travels {
-        true => out.copy_from_slice(gradient),
-        false => Sum::of(dtype, gradient, 1.0).write(travels, 1.0, out),
     }
 }

@@ -64,6 +64,13 @@ pub(crate) trait GradientStore<T>: Send {
     /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
 
+    /// The leaf of which the slot has a gradient that is not finite, as far as packing has shown.
+    fn not_finite(&self, slot: usize) -> Option<usize>;
+
+    /// The first slot with an average that is not finite, as far as the flags of the buckets did not tell. Waits for the
+    /// device.
+    fn average_not_finite(&mut self) -> Result<Option<usize>, String>;
+
     /// First leaves of the sums over micro-batches that are held for a slot.
     fn leaves(&self, slot: usize) -> Vec<usize>;
 
@@ -105,9 +112,11 @@ pub(crate) trait GradientStore<T>: Send {
     fn release(&mut self);
 }
 
-/// A store for gradients on `device`, which are reduced there or through host memory, or stay there.
+/// A store for gradients on `device`, which are reduced there or through host memory, or stay there. They travel in the
+/// types of `sent`.
 pub(crate) fn open<B: GradientMemory>(
     slots: Arc<[Slot]>,
+    sent: Arc<[Slot]>,
     device: B::Device,
     settings: ReducerSettings,
 ) -> Box<dyn GradientStore<FloatTensor<B>>> {
@@ -115,6 +124,6 @@ pub(crate) fn open<B: GradientMemory>(
         Box::new(DeviceStore::<B>::new(slots, device, !settings.alone, settings.tree()))
     } else {
         // An asynchronous device is read in portions of a bucket.
-        Box::new(HostStore::<B>::new(slots, device, settings.caps.bytes, settings.tree()))
+        Box::new(HostStore::<B>::new((slots, sent), device, settings.caps.bytes, settings.tree()))
     }
 }

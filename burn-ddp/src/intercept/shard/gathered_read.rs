@@ -7,7 +7,7 @@ use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
 use burn::backend::autodiff::checkpoint::state::BackwardStates;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{DType, Shape, TensorData};
 
 use super::device_call::on_device;
 use super::shard_group::{Purpose, ShardGroup, filled};
@@ -52,7 +52,7 @@ impl<B: GradientMemory> RetroForward for Regather<B> {
 /// zeros.
 fn gathered_for<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> FloatTensor<B> {
     let (device, dims) = (part.device(), Shape::from(tap.model.slots[tap.slot].dims.clone()));
-    let dtype = part.dtype();
+    let dtype = tap.read_dtype().map_or(part.dtype(), DType::from);
     match gather::<B>(tap, part, purpose) {
         Ok(whole) => whole,
         Err(error) => {
@@ -78,13 +78,19 @@ fn gather<B: GradientMemory>(tap: &TapHandle, part: FloatTensor<B>, purpose: Pur
         let why = format!("{path} is {dtype:?}, but the model was wrapped with {was}: wrap it again");
         return Err(shards.fault(why));
     }
-    let is_wanted = shards.held().wants(*slot, purpose, s.len_bytes());
+    // Cast before it is gathered: half the bytes travel.
+    let part = match tap.read_dtype() {
+        Some(dtype) => B::float_cast(part, dtype),
+        None => part,
+    };
+    let len_bytes = s.len_elems() * part.dtype().size();
+    let is_wanted = shards.held().wants(*slot, purpose, len_bytes);
     let whole = match shards.reach::<B>(&device) {
         true => gather_on_device::<B>(shards, (*slot, *value_id), part, purpose),
         false => gather_in_host_memory::<B>(shards, (*slot, *value_id), part, purpose, is_wanted),
     }?;
     if is_wanted {
-        shards.held().hold(*slot, *value_id, s.len_bytes(), &whole);
+        shards.held().hold(*slot, *value_id, len_bytes, &whole);
     }
     Ok(whole)
 }
@@ -95,8 +101,8 @@ fn gather_on_device<B: GradientMemory>(
     part: FloatTensor<B>,
     purpose: Purpose,
 ) -> Result<FloatTensor<B>> {
-    let s = shards.slot(slot);
-    let gather = |loan: &mut dyn DeviceLoan| shards.read_on_device(slot, value_id, loan, purpose);
+    let s = shards.slot_as(slot, part.dtype());
+    let gather = |loan: &mut dyn DeviceLoan| shards.read_on_device(&s, (slot, value_id), loan, purpose);
     on_device::<B>(part, Shape::from(s.dims.clone()), gather, |e| {
         shards.fault(format!("gathering {} on its device failed: {e}", s.path))
     })
@@ -111,9 +117,9 @@ fn gather_in_host_memory<B: GradientMemory>(
     purpose: Purpose,
     is_kept: bool,
 ) -> Result<FloatTensor<B>> {
-    let (device, s) = (part.device(), shards.slot(slot));
+    let (device, s) = (part.device(), shards.slot_as(slot, part.dtype()));
     let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e}", s.path));
-    let read = |_, part: &[u8]| shards.read(slot, value_id, part, purpose);
+    let read = |_, part: &[u8]| shards.read(&s, (slot, value_id), part, purpose);
     let view = B::with_bytes(part, read).map_err(unreadable)??;
     let (shape, dtype) = (Shape::from(s.dims.clone()), burn_dtype(s.dtype));
     if B::VIEWS_AVERAGES && !is_kept {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use burn::tensor::Bytes;
+use burn::tensor::{Bytes, DType as BurnDType};
 use burn_ddp_comm::{
     CallInfo, DType, Error as CommError, OwnLeaves, PartReduction, ProcessGroup, ReduceOp, RowDivision, SharedBuffer,
     SharedView,
@@ -15,6 +15,7 @@ use burn_ddp_comm::{
 use super::gather_cache::GatherCache;
 use crate::gradients::{DeviceLoan, GradientMemory, Slot};
 use crate::telemetry::step_meter::Meter;
+use crate::tensor_conversion::comm_dtype;
 use crate::{Error, Result};
 
 /// Purpose of a call. Its number is in the call's tag.
@@ -185,7 +186,7 @@ impl ShardGroup {
     }
 
     /// True if the group's engine reaches the memory of `device`.
-    pub(super) fn reach<B: GradientMemory>(&self, device: &B::Device) -> bool {
+    pub(in crate::intercept) fn reach<B: GradientMemory>(&self, device: &B::Device) -> bool {
         self.engine_device.is_some_and(|ordinal| B::reaches(device, ordinal))
     }
 
@@ -198,11 +199,19 @@ impl ShardGroup {
         &self.slots[slot]
     }
 
+    /// The whole parameter of a slot with elements of another float type.
+    pub(super) fn slot_as(&self, slot: usize, dtype: BurnDType) -> Slot {
+        let s = self.slots[slot].clone();
+        Slot { dtype: comm_dtype(dtype).unwrap_or(s.dtype), ..s }
+    }
+
     /// Division of a slot.
     pub(crate) fn rows(&self, slot: usize) -> RowDivision {
-        let s = &self.slots[slot];
-        let row_bytes = s.len_bytes() / s.dims[0];
-        RowDivision { rows: s.dims[0], row_bytes, world_size: self.ranks.len() }
+        self.rows_of(&self.slots[slot])
+    }
+
+    fn rows_of(&self, s: &Slot) -> RowDivision {
+        RowDivision { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world_size: self.ranks.len() }
     }
 
     /// Shape of this rank's part of a slot.
@@ -236,10 +245,16 @@ impl ShardGroup {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gathers the whole of a slot for a read: each rank passes its part of the value with the number `value_id`. While
-    /// the view is held, further gathers take new memory. *Collective*.
-    pub(super) fn read(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<SharedView> {
-        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, purpose.tag(slot, value_id));
+    /// Gathers the whole of a slot for a read, in the type of `s`: each rank passes its part of the value with the
+    /// number `value_id`. While the view is held, further gathers take new memory. *Collective*.
+    pub(super) fn read(
+        &self,
+        s: &Slot,
+        (slot, value_id): (usize, u64),
+        part: &[u8],
+        purpose: Purpose,
+    ) -> Result<SharedView> {
+        let (division, dtype, tag) = (self.rows_of(s), s.dtype, purpose.tag(slot, value_id));
         self.check_part(slot, part.len(), division)?;
         let whole = self.in_buffer(division.len_bytes(), |buffer| {
             self.call(|group| group.all_gather_parts_shared(dtype, division, part, buffer, tag))
@@ -277,12 +292,12 @@ impl ShardGroup {
     /// *Collective* unless the device fails.
     pub(super) fn read_on_device(
         &self,
-        slot: usize,
-        value_id: u64,
+        s: &Slot,
+        (slot, value_id): (usize, u64),
         loan: &mut dyn DeviceLoan,
         purpose: Purpose,
     ) -> Result<()> {
-        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, purpose.tag(slot, value_id));
+        let (division, dtype, tag) = (self.rows_of(s), s.dtype, purpose.tag(slot, value_id));
         self.check_part(slot, loan.len_elems() * dtype.size_bytes(), division)?;
         let place = self.place(slot, loan)?;
         self.call(|group| group.all_gather_parts_on_device(dtype, division, place, tag))?;
@@ -355,7 +370,7 @@ impl ShardGroup {
     }
 
     /// Numbers that every rank passes, in the order of ranks: equally many each. *Collective*.
-    pub(super) fn numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
+    pub(in crate::intercept) fn numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
         let mut all = vec![0.0; own.len() * self.ranks.len()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
         self.call(|group| group.all_gather_tagged(DType::F64, own, rows, Purpose::Numbers.tag(0, 0)))?;
@@ -368,15 +383,15 @@ impl ShardGroup {
         self.call(|group| group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, tag))
     }
 
-    /// Reduces the gradient of a slot, which `write` writes, over the ranks: to the mean by `weights` (one for each
-    /// rank) or, without them, to the sum. Returns this rank's rows. *Collective* unless `write` fails.
+    /// Reduces the gradient of a slot, which `write` writes in the type of `s`, over the ranks: to the mean by `weights`
+    /// (one for each rank) or, without them, to the sum. Returns this rank's rows. *Collective* unless `write` fails.
     pub(super) fn reduce(
         &self,
-        slot: usize,
+        (slot, s): (usize, &Slot),
         weights: Option<&[f64]>,
         write: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<Vec<u8>> {
-        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
+        let (division, dtype, tag) = (self.rows_of(s), s.dtype, Purpose::Gradient.tag(slot, 0));
         let reduction = reduction_of(weights);
         self.in_buffer(division.len_bytes(), |buffer| {
             write(buffer.bytes_mut())?;
@@ -394,7 +409,7 @@ impl ShardGroup {
         write: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<Vec<u8>> {
         let (s, tag) = (self.slots[slot].widened(), Purpose::Gradient.tag(slot, 0));
-        let division = RowDivision { row_bytes: s.len_bytes() / s.dims[0], ..self.rows(slot) };
+        let division = self.rows_of(&s);
         self.in_buffer(division.len_bytes() * own.division.rows(), |buffer| {
             let bytes = buffer.bytes_mut();
             write(bytes)?;
@@ -407,11 +422,11 @@ impl ShardGroup {
     /// zeros if this rank has the weight 0. *Collective* unless the device fails.
     pub(super) fn reduce_on_device(
         &self,
-        slot: usize,
+        (slot, s): (usize, &Slot),
         weights: Option<&[f64]>,
         loan: &mut dyn DeviceLoan,
     ) -> Result<()> {
-        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
+        let (division, dtype, tag) = (self.rows_of(s), s.dtype, Purpose::Gradient.tag(slot, 0));
         let (place, reduction) = (self.place(slot, loan)?, reduction_of(weights));
         self.meter.reduced(division.len_bytes());
         self.call(|group| group.reduce_scatter_parts_on_device(dtype, division, place, &reduction, tag))

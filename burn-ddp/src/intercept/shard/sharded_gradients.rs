@@ -9,19 +9,24 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, TensorData};
 
-use burn_ddp_comm::OwnLeaves;
+use burn_ddp_comm::{DType, OwnLeaves};
 
 use super::device_call::on_device;
 use super::shard_group::ShardGroup;
-use crate::gradients::{Contribution, DeviceLoan, GradientMemory, MicroBatch, Nodes, OwnRun, Rows, Sum};
+use crate::gradients::{
+    Contribution, DeviceLoan, GradientMemory, MicroBatch, Nodes, ReducerSettings, Rows, Slot, Sum, is_finite, pack,
+};
 use crate::tensor_conversion::{burn_dtype, comm_dtype};
 use crate::{Error, Result};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
     slots: Vec<State<B>>,
+    settings: ReducerSettings,
     /// With logical ranks.
     rows: Option<Rows>,
+    /// Slot and leaf of a gradient that is not finite, as far as reading it has shown.
+    not_finite: Option<(usize, usize)>,
     /// Agreement of the ranks for the running backward, if it reduces and has reached a sharded parameter.
     agreement: Option<Agreement>,
 }
@@ -50,9 +55,15 @@ struct State<B: Backend> {
 }
 
 impl<B: GradientMemory> ShardedGradients<B> {
-    pub(in crate::intercept) fn new(slots: usize, run: Option<OwnRun>) -> Self {
+    pub(in crate::intercept) fn new(slots: usize, settings: ReducerSettings) -> Self {
         let state = |_| State { held: Nodes::default(), hooks: 0, average: None };
-        ShardedGradients { slots: (0..slots).map(state).collect(), rows: run.map(Rows::new), agreement: None }
+        ShardedGradients {
+            slots: (0..slots).map(state).collect(),
+            settings,
+            rows: settings.tree().map(Rows::new),
+            not_finite: None,
+            agreement: None,
+        }
     }
 
     /// Agrees with the other ranks on the gradients of this backward, which reduces, unless it has done so already.
@@ -125,11 +136,16 @@ impl<B: GradientMemory> ShardedGradients<B> {
         let mut whole = None;
         match micro_batch.contribution {
             Contribution::Ignored => {}
-            Contribution::Whole => whole = Some(gradient),
+            Contribution::Whole { leaf } => whole = Some((gradient, leaf)),
             Contribution::Added { weight, leaf } => {
                 let run = self.rows.as_ref().map(|rows| rows.run);
-                let added = B::with_bytes(gradient, |_, bytes| state.held.add(run, (leaf, weight), s.dtype, bytes));
-                added.map_err(|reason| unreadable(shards, slot, &reason))?;
+                let added = B::with_bytes(gradient, |_, bytes| {
+                    state.held.add(run, (leaf, weight), s.dtype, bytes);
+                    is_finite(s.dtype, bytes)
+                });
+                if !added.map_err(|reason| unreadable(shards, slot, &reason))? {
+                    self.not_finite.get_or_insert((slot, leaf));
+                }
             }
         }
         match micro_batch.reducing {
@@ -138,13 +154,13 @@ impl<B: GradientMemory> ShardedGradients<B> {
         }
     }
 
-    /// Reduces the gradient of a slot: `whole`, or what is held of earlier micro-batches. If no rank has one, the slot
-    /// has no average. *Collective*.
+    /// Reduces the gradient of a slot: `whole`, of a leaf, or what is held of earlier micro-batches. If no rank has one,
+    /// the slot has no average. *Collective*.
     pub(in crate::intercept) fn reduce(
         &mut self,
         shards: &ShardGroup,
         slot: usize,
-        whole: Option<FloatTensor<B>>,
+        whole: Option<(FloatTensor<B>, usize)>,
         micro_batch: &MicroBatch,
         device: &B::Device,
     ) -> Result<()> {
@@ -160,12 +176,15 @@ impl<B: GradientMemory> ShardedGradients<B> {
         if let Some(rows) = &self.rows {
             let (held, weights) = (std::mem::take(&mut state.held), micro_batch.weights_of_rows(rows));
             let own = OwnLeaves { division: rows.run.division, weights: &weights };
-            let wide = s.widened();
+            let wide = self.settings.sent(s);
+            let mut finite = Ok(());
             let part = shards.reduce_leaves(slot, own, |out| {
                 Rows::clear(wide.dtype, out);
-                if let Some(whole) = whole {
-                    let write = |_, bytes: &[u8]| Sum::of(s.dtype, bytes, 1.0).write(wide.dtype, 1.0, out);
-                    return B::with_bytes(whole, write).map_err(|reason| unreadable(shards, slot, &reason));
+                if let Some((whole, leaf)) = whole {
+                    let packed = B::with_bytes(whole, |_, bytes| pack(s.dtype, bytes, wide.dtype, out));
+                    let is_finite = packed.map_err(|reason| unreadable(shards, slot, &reason))?;
+                    finite = if is_finite { Ok(()) } else { Err(leaf) };
+                    return Ok(());
                 }
                 for (leaf, sum) in held.fold(Some(rows.run), Sum::plus) {
                     let row = rows.of_leaf(leaf) * wide.len_bytes();
@@ -173,15 +192,13 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 }
                 Ok(())
             })?;
-            let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(wide.dtype));
-            let part = B::float_from_data(data, device);
-            state.average = Some(match wide.dtype == s.dtype {
-                true => part,
-                false => B::float_cast(part, burn_dtype(s.dtype).into()),
-            });
+            state.average = Some(average_of_part::<B>(shards, slot, part, &wide, device));
+            if let Err(leaf) = finite {
+                self.not_finite.get_or_insert((slot, leaf));
+            }
             return Ok(());
         }
-        let divisor = micro_batch.divisor;
+        let (divisor, sent) = (micro_batch.divisor, self.settings.sent(s));
         // Without logical ranks there is one sum.
         let held = match whole {
             Some(_) => None,
@@ -190,7 +207,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         if shards.reach::<B>(device) {
             let is_absent = agreed.weights.as_ref().is_some_and(|weights| weights[shards.rank()] == 0.0);
             let whole = match (is_absent, whole, held) {
-                (false, Some(whole), _) => whole,
+                (false, Some((whole, _)), _) => whole,
                 (false, None, Some(sum)) => {
                     let mut bytes = vec![0; s.len_bytes()];
                     sum.write(s.dtype, divisor, &mut bytes);
@@ -199,22 +216,31 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 }
                 _ => B::float_zeros(s.dims.clone().into(), device, burn_dtype(s.dtype).into()),
             };
-            state.average = Some(reduced_on_device::<B>(shards, slot, agreed.weights.as_deref(), whole)?);
+            let average = reduced_on_device::<B>(shards, (slot, &sent), agreed.weights.as_deref(), whole)?;
+            state.average = Some(average);
             return Ok(());
         }
-        let part = shards.reduce(slot, agreed.weights.as_deref(), |out| {
-            if let Some(whole) = whole {
-                let written = B::with_bytes(whole, |_, bytes| out.copy_from_slice(bytes));
-                return written.map_err(|reason| unreadable(shards, slot, &reason));
+        let mut finite = Ok(());
+        let part = shards.reduce((slot, &sent), agreed.weights.as_deref(), |out| {
+            if let Some((whole, leaf)) = whole {
+                let packed = B::with_bytes(whole, |_, bytes| pack(s.dtype, bytes, sent.dtype, out));
+                let is_finite = packed.map_err(|reason| unreadable(shards, slot, &reason))?;
+                finite = if is_finite { Ok(()) } else { Err(leaf) };
+                return Ok(());
             }
             match held {
-                Some(sum) => sum.write(s.dtype, divisor, out),
+                Some(sum) => {
+                    sum.write(sent.dtype, divisor, out);
+                    finite = if is_finite(sent.dtype, out) { Ok(()) } else { Err(0) };
+                }
                 None => out.fill(0),
             }
             Ok(())
         })?;
-        let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(s.dtype));
-        state.average = Some(B::float_from_data(data, device));
+        state.average = Some(average_of_part::<B>(shards, slot, part, &sent, device));
+        if let Err(leaf) = finite {
+            self.not_finite.get_or_insert((slot, leaf));
+        }
         Ok(())
     }
 
@@ -231,6 +257,16 @@ impl<B: GradientMemory> ShardedGradients<B> {
     /// Adds to the sum that is held for a slot from a leaf on.
     pub(in crate::intercept) fn add_held_sum(&mut self, slot: usize, leaf: usize, sum: Sum) {
         self.slots[slot].held.add_sum(leaf, sum);
+    }
+
+    /// Slot and leaf of a gradient that is not finite, once.
+    pub(in crate::intercept) fn take_not_finite(&mut self) -> Option<(usize, usize)> {
+        self.not_finite.take()
+    }
+
+    /// The averages of this backward, by slot.
+    pub(in crate::intercept) fn averages(&self) -> impl Iterator<Item = (usize, FloatTensor<B>)> {
+        self.slots.iter().enumerate().filter_map(|(slot, state)| Some((slot, state.average.clone()?)))
     }
 
     /// The average of a slot's part, once.
@@ -250,6 +286,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
     /// Drops gradients that were not reduced.
     pub(in crate::intercept) fn clear(&mut self) {
         self.end_backward();
+        self.not_finite = None;
         self.slots.iter_mut().for_each(|state| state.held = Nodes::default());
     }
 }
@@ -257,14 +294,35 @@ impl<B: GradientMemory> ShardedGradients<B> {
 /// This rank's part of the average of `whole`, all on the device.
 fn reduced_on_device<B: GradientMemory>(
     shards: &ShardGroup,
-    slot: usize,
+    (slot, sent): (usize, &Slot),
     weights: Option<&[f64]>,
     whole: FloatTensor<B>,
 ) -> Result<FloatTensor<B>> {
-    let reduce = |loan: &mut dyn DeviceLoan| shards.reduce_on_device(slot, weights, loan);
-    on_device::<B>(whole, Shape::from(shards.part_dims(slot)), reduce, |e| {
+    let whole = as_type::<B>(whole, sent.dtype);
+    let reduce = |loan: &mut dyn DeviceLoan| shards.reduce_on_device((slot, sent), weights, loan);
+    let part = on_device::<B>(whole, Shape::from(shards.part_dims(slot)), reduce, |e| {
         shards.fault(format!("reducing the gradient of {} on its device failed: {e}", shards.slot(slot).path))
-    })
+    })?;
+    Ok(as_type::<B>(part, shards.slot(slot).dtype))
+}
+
+/// The average of this rank's part from its bytes in the type of `sent`, in the type of the parameter.
+fn average_of_part<B: GradientMemory>(
+    shards: &ShardGroup,
+    slot: usize,
+    part: Vec<u8>,
+    sent: &Slot,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(sent.dtype));
+    as_type::<B>(B::float_from_data(data, device), shards.slot(slot).dtype)
+}
+
+fn as_type<B: GradientMemory>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    match comm_dtype(tensor.dtype()) == Some(dtype) {
+        true => tensor,
+        false => B::float_cast(tensor, burn_dtype(dtype).into()),
+    }
 }
 
 /// The error of a gradient that its device does not yield.

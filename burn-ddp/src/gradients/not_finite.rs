@@ -1,0 +1,70 @@
+//! Gradients that are not finite: overflows of a half, or a training that diverges.
+
+use super::communication_worker::{Done, Finished, Job, Worker};
+use super::reducer::Reducer;
+use crate::telemetry::step_meter::Communication;
+use crate::{Error, Result};
+
+/// Gradients of any rank that are not finite, as the flags of a step say. The same on all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct NotFinite {
+    any: bool,
+    /// The first slot that has one, unless it is sharded.
+    slot: Option<usize>,
+}
+
+impl NotFinite {
+    pub(super) fn note(&mut self, slot: Option<usize>) {
+        self.any = true;
+        self.slot = self.slot.or(slot);
+    }
+}
+
+/// A gradient that is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Culprit {
+    /// The world rank that has it; `None` for an average that is not finite though all gradients are.
+    pub(crate) rank: Option<usize>,
+    pub(crate) slot: Option<usize>,
+    pub(crate) leaf: usize,
+}
+
+impl<T> Reducer<T> {
+    /// Notes that this rank's gradient of a sharded slot is not finite.
+    pub(crate) fn note_sharded_not_finite(&mut self, slot: usize, leaf: usize) {
+        self.sharded_not_finite.get_or_insert((slot, leaf));
+    }
+
+    /// True if an average of the step that [`finish`](Self::finish) has reduced is not finite, as its flags say. Where
+    /// gradients stay on their device they say nothing: with `reads_device` the averages are asked.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    pub(crate) fn is_not_finite(&mut self, reads_device: bool) -> Result<bool> {
+        if !self.not_finite.any && (reads_device || self.store.packs()) {
+            let slot = self.store.average_not_finite().map_err(|e| self.fault(e))?;
+            if slot.is_some() {
+                self.not_finite.note(slot);
+            }
+        }
+        Ok(self.not_finite.any)
+    }
+
+    /// The first gradient that is not finite, by rank. *Collective*, after [`is_not_finite`](Self::is_not_finite).
+    pub(crate) fn culprit(&mut self, ranks: &[usize]) -> Result<Culprit> {
+        let own = (0..self.present.len()).find_map(|slot| Some((slot, self.store.not_finite(slot)?)));
+        let own = own.into_iter().chain(self.sharded_not_finite).min();
+        let own = own.map_or([-1, -1], |(slot, leaf)| [slot as i64, leaf as i64]);
+        self.worker.submit(Job::Digests(own.to_vec())).map_err(|e| self.fault(e))?;
+        let Finished { done, time } = self.worker.next().map_err(|e| self.fault(e))?;
+        self.meter.done(Communication::Other("not finite"), time);
+        let Done::Digests(all) = done else { return Err(self.fault(Worker::out_of_order())) };
+        let all = all.map_err(Error::from)?;
+        let found = ranks.iter().zip(&all).find(|(_, row)| row[0] >= 0);
+        Ok(match found {
+            Some((&rank, row)) => Culprit { rank: Some(rank), slot: Some(row[0] as usize), leaf: row[1] as usize },
+            None => Culprit { rank: None, slot: self.not_finite.slot, leaf: 0 },
+        })
+    }
+}
