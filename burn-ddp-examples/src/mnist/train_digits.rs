@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use burn::optim::AdamConfig;
 use burn::prelude::*;
+use burn_ddp::Precision;
 use burn_ddp::data::{EvalLoader, ShardedLoader};
 use burn_ddp::prelude::*;
 use clap::Args;
@@ -86,7 +87,7 @@ pub fn run(ddp: &Ddp, args: &DigitArgs, steps: &LoopOptions) -> Result<()> {
         ddp,
         options: &args.options,
         steps,
-        task: Digits,
+        task: Digits { precision: steps.precision },
         model,
         optimizer,
         sharding: Sharding::Off,
@@ -98,7 +99,15 @@ pub fn run(ddp: &Ddp, args: &DigitArgs, steps: &LoopOptions) -> Result<()> {
     .map(drop)
 }
 
-struct Digits;
+struct Digits {
+    precision: Precision,
+}
+
+impl Digits {
+    fn cast(&self, batch: MnistBatch) -> MnistBatch {
+        MnistBatch { images: batch.images.cast(self.precision.dtype()), ..batch }
+    }
+}
 
 impl Task for Digits {
     type Model = Cnn;
@@ -106,12 +115,12 @@ impl Task for Digits {
 
     fn loss(&self, model: &Cnn, batch: MnistBatch, _: usize) -> (Tensor<1>, usize) {
         let [items] = batch.labels.dims();
-        (model.loss(batch), items)
+        (model.loss(self.cast(batch)), items)
     }
 
     fn correct(&self, model: &Cnn, batch: MnistBatch) -> (Tensor<1, Int>, usize) {
         let [items] = batch.labels.dims();
-        (model.correct(batch), items)
+        (model.correct(self.cast(batch)), items)
     }
 }
 
@@ -164,6 +173,7 @@ mod tests {
             "--save /",
             "--seed -1",
             "--num-workers x",
+            "--precision f64",
         ] {
             let error = parse(line).err().unwrap().to_string();
             let option = line.split_whitespace().next().unwrap();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Error, Result, anyhow, ensure};
-use burn_ddp::Ddp;
+use burn_ddp::{Ddp, Precision};
 use clap::Args;
 
 use super::schedule::Schedule;
@@ -51,6 +51,10 @@ pub struct LoopOptions {
     /// Backwards of each rank per optimizer step; 1 x 8, 2 x 4, 4 x 2 and 8 x 1 ranks and backwards train the same bits
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub accumulate: usize,
+
+    /// Type in which forward and backward compute: f32, bf16 or f16; parameters and the optimizer's state are f32
+    #[arg(long, default_value_t = Precision::F32, value_name = "TYPE")]
+    pub precision: Precision,
 
     /// Course of the learning rate after a warm-up over the first tenth of all steps
     #[arg(long, value_enum, default_value = "cosine")]

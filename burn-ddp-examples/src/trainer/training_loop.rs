@@ -27,6 +27,12 @@ pub(crate) trait Task {
     /// Plural noun for the items.
     const ITEMS: &str = "samples";
 
+    /// True for the path of a parameter that is read in f32 whatever the precision.
+    fn in_full_precision(path: &str) -> bool {
+        let _ = path;
+        false
+    }
+
     /// Mean loss of `batch` in `epoch`, counted from 0, as `[1]`, and the number of its items.
     fn loss(&self, model: &Self::Model, batch: Self::Batch, epoch: usize) -> (Tensor<1>, usize);
 
@@ -78,7 +84,8 @@ impl<T: Task> Training<'_, T> {
             test.num_items(),
             ddp.world_size()
         );
-        let config = WrapConfig::new().with_sharding(sharding);
+        let config = WrapConfig::new().with_sharding(sharding).with_compute_dtype(self.steps.precision);
+        let config = config.with_full_precision_where(&self.model, T::in_full_precision)?;
         let mut model = ddp.wrap_with(self.model, &config)?;
         let mut optimizer = ddp.optimizer(self.optimizer, &model)?;
 
@@ -97,7 +104,7 @@ impl<T: Task> Training<'_, T> {
                 // A rank may repeat an item that does not count, to stay in step with the others.
                 let counts = epoch.batch_items() > 0;
                 losses.push(&loss, if counts { items } else { 0 });
-                // In the last backward of a step: the mean over all its items.
+                // In the last backward of a step: the mean over all its items. None, too, if f16 overflows.
                 if let Some(grads) = ddp.backward(&loss, &model)? {
                     model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
                     progress.step += 1;

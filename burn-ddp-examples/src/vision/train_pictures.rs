@@ -9,6 +9,7 @@ use burn::optim::SgdConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::prelude::*;
+use burn::tensor::DType;
 use burn_ddp::{Ddp, Sharding};
 use clap::Args;
 
@@ -118,18 +119,31 @@ struct Pictures<'a, M> {
     model: PhantomData<fn() -> M>,
 }
 
+impl<M> Pictures<'_, M> {
+    fn cast(&self, images: Tensor<4>) -> Tensor<4> {
+        images.cast(self.args.steps.precision.dtype())
+    }
+}
+
 impl<M: Classifier> Task for Pictures<'_, M> {
     type Model = M;
     type Batch = Batch;
 
+    /// Batch normalisations, whose running statistics are f32.
+    fn in_full_precision(path: &str) -> bool {
+        path.split('.').any(|module| module == "norm")
+    }
+
     fn loss(&self, model: &M, batch: Batch, epoch: usize) -> (Tensor<1>, usize) {
         let augment = (!self.args.no_augment).then_some(Augment { seed: self.args.options.seed, epoch });
         let images = batch.images(self.args.pictures.side(), &self.channels, augment.as_ref(), &self.autodiff);
-        (self.criterion.forward(model.forward(images), batch.labels(&self.autodiff)), batch.items())
+        let logits = model.forward(self.cast(images)).cast(DType::F32);
+        (self.criterion.forward(logits, batch.labels(&self.autodiff)), batch.items())
     }
 
     fn correct(&self, model: &M, batch: Batch) -> (Tensor<1, Int>, usize) {
-        let logits = model.forward(batch.images(self.args.pictures.side(), &self.channels, None, &self.device));
+        let images = batch.images(self.args.pictures.side(), &self.channels, None, &self.device);
+        let logits = model.forward(self.cast(images));
         (recognised(logits, batch.labels(&self.device)), batch.items())
     }
 }

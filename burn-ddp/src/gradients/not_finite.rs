@@ -32,7 +32,8 @@ pub(crate) struct Culprit {
 impl<T> Reducer<T> {
     /// Notes that this rank's gradient of a sharded slot is not finite.
     pub(crate) fn note_sharded_not_finite(&mut self, slot: usize, leaf: usize) {
-        self.sharded_not_finite.get_or_insert((slot, leaf));
+        let first = self.sharded_not_finite.map_or((slot, leaf), |known| known.min((slot, leaf)));
+        self.sharded_not_finite = Some(first);
     }
 
     /// True if an average of the step that [`finish`](Self::finish) has reduced is not finite, as its flags say. Where

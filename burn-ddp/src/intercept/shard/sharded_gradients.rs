@@ -144,7 +144,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
                     is_finite(s.dtype, bytes)
                 });
                 if !added.map_err(|reason| unreadable(shards, slot, &reason))? {
-                    self.not_finite.get_or_insert((slot, leaf));
+                    self.note_not_finite(slot, leaf);
                 }
             }
         }
@@ -194,7 +194,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
             })?;
             state.average = Some(average_of_part::<B>(shards, slot, part, &wide, device));
             if let Err(leaf) = finite {
-                self.not_finite.get_or_insert((slot, leaf));
+                self.note_not_finite(slot, leaf);
             }
             return Ok(());
         }
@@ -239,7 +239,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
         })?;
         state.average = Some(average_of_part::<B>(shards, slot, part, &sent, device));
         if let Err(leaf) = finite {
-            self.not_finite.get_or_insert((slot, leaf));
+            self.note_not_finite(slot, leaf);
         }
         Ok(())
     }
@@ -259,7 +259,11 @@ impl<B: GradientMemory> ShardedGradients<B> {
         self.slots[slot].held.add_sum(leaf, sum);
     }
 
-    /// Slot and leaf of a gradient that is not finite, once.
+    fn note_not_finite(&mut self, slot: usize, leaf: usize) {
+        self.not_finite = Some(self.not_finite.map_or((slot, leaf), |known| known.min((slot, leaf))));
+    }
+
+    /// First slot, and its leaf, of a gradient that is not finite, once.
     pub(in crate::intercept) fn take_not_finite(&mut self) -> Option<(usize, usize)> {
         self.not_finite.take()
     }
