@@ -338,7 +338,8 @@ impl Weighted<'_> {
         note_values(&found, &models);
         let call = Call { items: self.items, holds: false, counts_backwards: false };
         let prepare = |own: &mut Gradients, counts| models.prepare(&found, Own::Gradients { own, counts });
-        let (_, prepared) = intercept::run(self.ddp, found.0.clone(), call, || intercept::scaled(loss).backward(), prepare)?;
+        let (_, prepared) =
+            intercept::run(self.ddp, found.0.clone(), call, || intercept::scaled(loss).backward(), prepare)?;
         Ok(gradients::<T>(&found, prepared))
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{BufferPolicy, GradientReduction, Sharding};
+use crate::{BufferPolicy, GradientReduction, LossScaling, Precision, Sharding};
 
 fn load(name: &str, text: &str) -> Result<DdpConfig> {
     let dir = tempfile::tempdir().unwrap();
@@ -113,6 +113,14 @@ fn files_with_every_key_load_as_ever() {
     let wrap = wrap.with_bucket_cap_bytes(1_048_576).with_replica_check(100).with_overlap(true);
     let wrap = wrap.with_local_parameters(["heads.0"]);
     let wrap = wrap.with_sharding(Sharding::Parameters).with_sharding_above(4096);
+    let wrap = wrap.with_compute_dtype(Precision::F16).with_full_precision(["head"]);
+    let wrap = wrap.with_reduce_dtype(Precision::Bf16).with_finite_gradients(true);
+    let wrap = wrap.with_loss_scaling(LossScaling {
+        initial_scale_power: 12,
+        loss_scale_window: 1000,
+        min_loss_scale: 2,
+        ..LossScaling::default()
+    });
     let data = DataSettings { workers: 2, shuffle: Some(42) };
     let checkpoint = Some(CheckpointSettings { dir: "checkpoints".into(), every: 1000, keep: Some(3) });
     let (train_batch, micro_batch, seed) = (Some(128), Some(16), Some(7));

@@ -1,7 +1,7 @@
 //! Gradients on their way into buffers: their types, and whether they are finite.
 
-use burn::backend::{TensorMetadata, get_device_settings};
 use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{TensorMetadata, get_device_settings};
 use burn::tensor::{Scalar, read_sync};
 use burn_ddp_comm::DType;
 

@@ -418,7 +418,8 @@ impl<T> Reducer<T> {
         let taken = match result {
             Ok(reduced) => {
                 read_flags(plan, &reduced, &mut self.present, &mut self.not_finite);
-                self.wake |= plan.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem));
+                self.wake |=
+                    plan.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem));
                 let taken = self.store.take_back(plan, &self.plan.ranges, &self.present, reduced, loan);
                 taken.map_err(|e| self.fault(e))
             }

@@ -229,7 +229,8 @@ impl WrappedModel {
         let where_to = (on_device.then_some(ordinal), self.ddp.world().options().timeout);
         let shards = |group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone(), where_to);
         let shards = group.map(shards).transpose()?;
-        let shared = divided.into_iter().zip(compute).map(|(divided, compute)| SharedSlot::new(divided, compute)).collect();
+        let shared =
+            divided.into_iter().zip(compute).map(|(divided, compute)| SharedSlot::new(divided, compute)).collect();
         Ok(WrappedModel { shared, shards, ..self })
     }
 

@@ -90,16 +90,19 @@ impl SyncBatchNorm {
         let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
         let training = input.device().is_autodiff() && self.norm.training.is_enabled();
         // Burn's layer does not take other types than that of its running statistics.
-        let mixes = wide(input.dtype()) != input.dtype() && wide(input.dtype()) == self.norm.running_mean.value().dtype();
+        let mixes =
+            wide(input.dtype()) != input.dtype() && wide(input.dtype()) == self.norm.running_mean.value().dtype();
         match tapped {
             // A `match`, since inside a closure the reported call site would be the closure's line.
-            Some(tapped) if training && (mixes || tapped.ddp.world_size() > 1) => match self.forward_train(input, tapped) {
-                Ok(normalised) => normalised,
-                Err(error) => {
-                    tell_peers(&tapped.ddp, &error);
-                    panic!("{error}")
+            Some(tapped) if training && (mixes || tapped.ddp.world_size() > 1) => {
+                match self.forward_train(input, tapped) {
+                    Ok(normalised) => normalised,
+                    Err(error) => {
+                        tell_peers(&tapped.ddp, &error);
+                        panic!("{error}")
+                    }
                 }
-            },
+            }
             _ if mixes && !training => self.evaluate(input),
             _ => self.norm.forward(input),
         }

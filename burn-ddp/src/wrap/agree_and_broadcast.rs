@@ -218,7 +218,8 @@ impl AgreedModel {
             false => None,
         };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        let wrapped = wrapped.with_local(local, is_local).with_shards(divided, compute, shards, on_device)?.with_memory(memory);
+        let wrapped =
+            wrapped.with_local(local, is_local).with_shards(divided, compute, shards, on_device)?.with_memory(memory);
         Ok(Taps::new(ddp, Arc::new(wrapped), slot_of))
     }
 }

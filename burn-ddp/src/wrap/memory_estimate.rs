@@ -53,7 +53,8 @@ impl MemoryUse {
         let alone = world_size == 1 && !config.single_rank_reduction;
         // Rank 0 has the longest parts.
         let caps = (!alone).then(|| config.caps(false, None));
-        let memory = memory(&schema, &first_clone, &slots, (0, world_size), caps, sums_of_leaves(config.micro_batches()));
+        let memory =
+            memory(&schema, &first_clone, &slots, (0, world_size), caps, sums_of_leaves(config.micro_batches()));
         Ok(MemoryUse { casts: casts(&slots, &halves), ..memory })
     }
 }

@@ -3,10 +3,10 @@
 use burn::module::Module;
 
 use super::WrapConfig;
+use crate::Result;
 use crate::loss_scaling::LossScaling;
 use crate::model::schema::Schema;
 use crate::precision::Precision;
-use crate::Result;
 
 impl WrapConfig {
     /// Computes forward and backward in half precision, with parameters, their averaged gradients and the optimizer's

@@ -45,7 +45,11 @@ fn overlap_and_gradient_checkpointing_change_no_bit() {
         for (checkpointing, overlap, sharding) in
             [(true, false, Sharding::Off), (false, true, Sharding::Off), (true, true, Sharding::Parameters)]
         {
-            assert_eq!(of(checkpointing, overlap, sharding), plain, "{precision} {checkpointing} {overlap} {sharding:?}");
+            assert_eq!(
+                of(checkpointing, overlap, sharding),
+                plain,
+                "{precision} {checkpointing} {overlap} {sharding:?}"
+            );
         }
     }
 }

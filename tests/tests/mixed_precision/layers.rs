@@ -174,11 +174,14 @@ fn positions_need_two_casts() {
 fn losses_need_one_cast() {
     let classes = |device: &Device| Tensor::<1, Int>::from_ints([0, 1, 2, 3, 4, 5], device);
     let smooth = |device: &Device| CrossEntropyLossConfig::new().with_smoothing(Some(0.1)).init(device);
-    mixes_types(move |m, dtype, device| smooth(device).forward(m.linear.forward(input(dtype, device)), classes(device)));
+    mixes_types(move |m, dtype, device| {
+        smooth(device).forward(m.linear.forward(input(dtype, device)), classes(device))
+    });
     mixes_types(|m, dtype, device| m.linear.forward(input(dtype, device)) - Tensor::ones([6, 8], device));
     works(1, &[], move |m, dtype, device| {
         let logits = m.linear.forward(input(dtype, device)).cast(DType::F32);
-        let loss = smooth(device).forward(logits.clone(), classes(device)) + (logits - Tensor::ones([6, 8], device)).mean();
+        let loss =
+            smooth(device).forward(logits.clone(), classes(device)) + (logits - Tensor::ones([6, 8], device)).mean();
         loss.reshape([1, 1]).cast(dtype)
     });
 }

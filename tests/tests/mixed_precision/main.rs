@@ -1,8 +1,8 @@
 //! Mixed precision: forward and backward in a half, parameters, averages and optimizers in f32, and the loss scale that
 //! all ranks obey.
 
-mod curves;
 mod crossings;
+mod curves;
 mod layers;
 mod not_finite;
 mod overflow;

@@ -3,8 +3,8 @@
 use burn::nn::LinearConfig;
 use burn::prelude::*;
 use burn::tensor::DType;
-use burn_ddp::prelude::*;
 use burn_ddp::Precision;
+use burn_ddp::prelude::*;
 use burn_ddp_tests::{Fill, Mlp, rows};
 
 use super::all_equal;
@@ -25,7 +25,8 @@ fn error(config: &WrapConfig, world: usize, rank: usize, step: usize, micro_batc
                 // Nothing of the step remains, and all ranks can go on.
                 let step = || ddp.backward(&model.forward(rows(0, 2, 6, 1, DType::F32, &device)).sum(), &model);
                 let grads = (0..micro_batches).map(|_| step()).last().expect("some")?.expect("a step");
-                let finite = grads.get::<2>(model.c.weight.id).expect("averaged").sum().into_scalar::<f32>().is_finite();
+                let finite =
+                    grads.get::<2>(model.c.weight.id).expect("averaged").sum().into_scalar::<f32>().is_finite();
                 assert!(finite);
                 return Ok(error.to_string());
             }

@@ -92,7 +92,8 @@ fn train(plan: &Plan) -> Vec<Trained> {
 
 #[test]
 fn all_ranks_skip_exactly_the_step_that_overflows() {
-    let all = |world, precision, sharding, micro_batches, of, at| Plan { world, precision, sharding, micro_batches, of, at };
+    let all =
+        |world, precision, sharding, micro_batches, of, at| Plan { world, precision, sharding, micro_batches, of, at };
     for plan in [
         all(1, Precision::F16, Sharding::Off, 1, Of::Weight, (1, 0, 0)),
         all(1, Precision::F16, Sharding::Off, 2, Of::Weight, (1, 0, 0)),
@@ -288,7 +289,8 @@ fn a_model_without_a_scale_gets_unscaled_gradients_beside_one_that_has_one() {
         let loss = (a.forward(x.clone()) + b.forward(x.clone())).sum();
         let (of_a, of_b) = ddp.backward(&loss, (&a, &b))?.expect("a step");
         let alone = ddp.backward(&b.forward(x).sum(), &b)?.expect("a step");
-        let read = |grads: &GradientsParams, of: &Linear| grads.get::<2>(of.weight.id).unwrap().sum().into_scalar::<f32>();
+        let read =
+            |grads: &GradientsParams, of: &Linear| grads.get::<2>(of.weight.id).unwrap().sum().into_scalar::<f32>();
         Ok([read(&of_a, &a), read(&of_b, &b), read(&alone, &b)])
     })
     .unwrap();

@@ -74,10 +74,8 @@ fn reads_are_halves_and_masters_are_not() {
         Ddp::spawn(2, |ddp| {
             let device = ddp.device()?.autodiff();
             let init: Linear = LinearConfig::new(4, 4).init(&device);
-            let config = in_half(Precision::Bf16)
-                .with_full_precision(["bias"])
-                .with_sharding(sharding)
-                .with_sharding_above(1);
+            let config =
+                in_half(Precision::Bf16).with_full_precision(["bias"]).with_sharding(sharding).with_sharding_above(1);
             let model: Linear = ddp.wrap_with(init, &config)?;
             let bias = |model: &Linear| model.bias.as_ref().unwrap().val().dtype();
             assert_eq!((model.weight.val().dtype(), bias(&model)), (DType::BF16, DType::F32));
