@@ -74,8 +74,8 @@ pub enum Error {
         /// The problem, and what to do.
         reason: String,
     },
-    /// An averaged gradient is not finite, and the settings of `wrap` make that an error, or a loss scale has become too
-    /// small. All ranks get it in the same step, of which nothing remains.
+    /// An averaged gradient is not finite, and the settings of `wrap` make that an error, or a loss scale has become
+    /// too small. All ranks get it in the same step, of which nothing remains.
     #[error("{reason}")]
     NotFinite {
         /// The first rank with a gradient that is not finite; `None` if the average alone is not.

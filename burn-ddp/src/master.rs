@@ -10,8 +10,8 @@ use crate::intercept::{DdpBackend, read_of_master};
 /// dtype](crate::WrapConfig::with_compute_dtype) of its model, while `param.val()` returns that. For logging and moving
 /// averages; a `ModuleMapper` or `ModuleVisitor` that takes `param.base()` sees this value, too.
 ///
-/// Of a [sharded](crate::WrapConfig::with_sharding) parameter all ranks gather the whole: then *collective*, at the cost
-/// of a read. `param.base()` is this rank's rows.
+/// Of a [sharded](crate::WrapConfig::with_sharding) parameter all ranks gather the whole: then *collective*, at the
+/// cost of a read. `param.base()` is this rank's rows.
 ///
 /// # Panics
 ///

@@ -11,7 +11,7 @@ use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
-use burn_ddp::{Ddp, DdpOptimizer, WrapConfig};
+use burn_ddp::{Ddp, DdpOptimizer, LossScaling, Precision, WrapConfig};
 use burn_ddp_tests::awkward::{Outcome, PARTS, Run, sgd};
 use burn_ddp_tests::distance;
 
@@ -37,11 +37,13 @@ enum Feature {
     WorldOfOne,
     /// Two leaves per rank and step.
     LogicalRanks,
+    /// Forward and backward in f16, with a loss scale.
+    Halves,
 }
 
 use Feature::*;
 
-const ALL: [Feature; 11] = [
+const ALL: [Feature; 12] = [
     Accumulation,
     UnusedParameters,
     Join,
@@ -53,6 +55,7 @@ const ALL: [Feature; 11] = [
     Mapper,
     WorldOfOne,
     LogicalRanks,
+    Halves,
 ];
 
 /// Reason why two features do not go together.
@@ -86,8 +89,8 @@ impl Net {
     }
 
     /// A sum over the rows of `parts`, which go through a branch each.
-    fn loss(&self, run: &Run, micro_batch: usize, parts: &[usize]) -> Tensor<1> {
-        let x: Vec<_> = parts.iter().map(|part| run.x(micro_batch, *part)).collect();
+    fn loss(&self, run: &Run, micro_batch: usize, parts: &[usize], computes: DType) -> Tensor<1> {
+        let x: Vec<_> = parts.iter().map(|part| run.x(micro_batch, *part).cast(computes)).collect();
         let rows = x[0].dims()[0];
         let mut h = self.trunk.forward(Tensor::cat(x, 0)).tanh();
         if let Some(norm) = &self.norm {
@@ -95,7 +98,7 @@ impl Net {
         }
         let of_part = |(nth, part): (usize, &usize)| {
             let branch = &self.branches[(micro_batch + part / 2) % self.branches.len()];
-            branch.forward(h.clone().narrow(0, nth * rows, rows)).powf_scalar(2.0).sum()
+            branch.forward(h.clone().narrow(0, nth * rows, rows)).cast(run.dtype).powf_scalar(2.0).sum()
         };
         parts.iter().enumerate().map(of_part).reduce(|a, b| a + b).expect("every rank has a part")
     }
@@ -105,11 +108,14 @@ impl Net {
 struct Unit {
     nets: Vec<Net>,
     optim: DdpOptimizer,
+    /// Type in which they compute.
+    computes: DType,
 }
 
 impl Unit {
     fn loss(&self, run: &Run, micro_batch: usize, parts: &[usize]) -> Tensor<1> {
-        self.nets.iter().map(|net| net.loss(run, micro_batch, parts)).reduce(|a, b| a + b).expect("a unit has a model")
+        let losses = self.nets.iter().map(|net| net.loss(run, micro_batch, parts, self.computes));
+        losses.reduce(|a, b| a + b).expect("a unit has a model")
     }
 
     /// Steps the optimizer, if there are averages.
@@ -170,14 +176,15 @@ impl Cell {
         if self.has(GradientCheckpointing) {
             run.device = ddp.device()?.autodiff().gradient_checkpointing();
         }
-        if self.has(Join) || self.resumes() {
+        if self.has(Join) || self.has(Halves) || self.resumes() {
             // Burn cannot load optimizer state of f64.
             run.dtype = DType::F32;
         }
         let nets: Vec<Net> = (0..1 + usize::from(self.has(TwoModels))).map(|_| Net::new(self, &run.device)).collect();
         let nets = run.fill(nets);
         let units = if self.has(Join) { vec![nets] } else { nets.into_iter().map(|net| vec![net]).collect() };
-        Ok((run, units.into_iter().map(|nets| Unit { nets, optim: sgd() }).collect()))
+        let units = units.into_iter().map(|nets| Unit { nets, optim: sgd(), computes: run.dtype }).collect();
+        Ok((run, units))
     }
 
     fn wrap(&self, run: &Run, units: &mut [Unit]) -> anyhow::Result<()> {
@@ -185,7 +192,13 @@ impl Cell {
             .with_accumulation(self.accumulation())
             .with_single_rank_reduction(self.has(WorldOfOne))
             .with_replica_check(2);
+        let scaling = LossScaling { initial_scale_power: 8, ..LossScaling::default() };
+        let config = match self.has(Halves) {
+            true => config.with_compute_dtype(Precision::F16).with_loss_scaling(scaling),
+            false => config,
+        };
         for unit in units {
+            unit.computes = if self.has(Halves) { DType::F16 } else { unit.computes };
             unit.nets = run.wrap_with(std::mem::take(&mut unit.nets), config.clone())?;
         }
         Ok(())
@@ -225,11 +238,16 @@ fn epoch(cell: &Cell, run: &Run, units: &mut [Unit], number: usize) -> anyhow::R
     Ok(())
 }
 
-fn outcome(run: &Run, units: &[Unit]) -> anyhow::Result<Outcome> {
+fn outcome(cell: &Cell, run: &Run, units: &[Unit]) -> anyhow::Result<Outcome> {
+    assert_eq!(run.ddp.telemetry().stats().skipped, 0);
     // `valid` brings running statistics up to date.
     let outcomes = units.iter().map(|unit| run.outcome(&unit.nets.valid()));
     let outcome = outcomes.reduce(|a, b| Ok(a?.and(b?))).expect("there is a unit")?;
-    let tolerance = if run.dtype == DType::F64 { 1e-10 } else { 1e-5 };
+    let tolerance = match run.dtype {
+        _ if cell.has(Halves) => 5e-3,
+        DType::F64 => 1e-10,
+        _ => 1e-5,
+    };
     Ok(outcome.within(tolerance))
 }
 
@@ -262,7 +280,7 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
                     Ok(())
                 })?;
             }
-            outcome(&run, &units)
+            outcome(cell, &run, &units)
         })
     };
     let name = |e| panic!("{:?}, {worlds:?} ranks: {e}", cell.0);
@@ -301,7 +319,7 @@ fn oracle(cell: &Cell, worlds: [usize; EPOCHS]) -> Outcome {
                 }
             }
         }
-        outcome(&run, &units)
+        outcome(cell, &run, &units)
     });
     outcome.unwrap().remove(0)
 }
@@ -358,4 +376,5 @@ rows! {
     mapper Mapper,
     world_of_one WorldOfOne,
     logical_ranks LogicalRanks,
+    halves Halves,
 }

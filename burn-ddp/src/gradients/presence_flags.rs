@@ -1,9 +1,12 @@
 //! Flags behind the gradients of a bucket: which slots have a gradient on any rank, and which one that is not finite.
-//! They are reduced with the gradients: by a weighted mean, which infinity survives where 1 may become 0 (in f16, if the
-//! rank has one item of 2²⁵), and NaN survives infinity.
+//! They are reduced with the gradients: by a weighted mean, which infinity survives where 1 may become 0 (in f16, if
+//! the rank has one item of 2²⁵), and NaN survives infinity.
 
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
+
+use super::bucket_plan::Bucket;
+use super::not_finite::NotFinite;
 
 /// A flag of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +55,22 @@ pub(super) fn flag_is_nan(dtype: DType, buffer: &[u8], elem: usize) -> bool {
         DType::F16 => bytemuck::pod_read_unaligned::<f16>(&buffer[at..at + 2]).is_nan(),
         DType::BF16 => bytemuck::pod_read_unaligned::<bf16>(&buffer[at..at + 2]).is_nan(),
         other => unreachable!("gradients are floats, got {other}"),
+    }
+}
+
+/// Reads the reduced flags of a bucket.
+pub(super) fn read(bucket: &Bucket, reduced: &[u8], present: &mut [bool], not_finite: &mut NotFinite) {
+    for (nth, &slot) in bucket.slots.iter().enumerate() {
+        let elem = bucket.flag_elem(nth);
+        present[slot] = flag_is_up(bucket.dtype, reduced, elem);
+        if present[slot] && flag_is_nan(bucket.dtype, reduced, elem) {
+            not_finite.note(Some(slot));
+        }
+    }
+    if let Some(elem) = bucket.sharded_elem()
+        && flag_is_nan(bucket.dtype, reduced, elem)
+    {
+        not_finite.note(None);
     }
 }
 

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn_ddp_comm::{ProcessGroup, SharedView};
+use burn_ddp_comm::ProcessGroup;
 
 use super::accumulation::{Boundary, Contribution, MicroBatch, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
@@ -417,7 +417,7 @@ impl<T> Reducer<T> {
         self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
         let taken = match result {
             Ok(reduced) => {
-                read_flags(plan, &reduced, &mut self.present, &mut self.not_finite);
+                presence_flags::read(plan, &reduced, &mut self.present, &mut self.not_finite);
                 self.wake |=
                     plan.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem));
                 let taken = self.store.take_back(plan, &self.plan.ranges, &self.present, reduced, loan);
@@ -468,21 +468,5 @@ impl<T> Reducer<T> {
         self.ring = BufferRing::new(&self.plan, buffers);
         self.filled = vec![0; self.plan.buckets.len()];
         Ok(())
-    }
-}
-
-/// Reads the reduced flags of a bucket.
-fn read_flags(bucket: &Bucket, reduced: &SharedView, present: &mut [bool], not_finite: &mut NotFinite) {
-    for (nth, &slot) in bucket.slots.iter().enumerate() {
-        let elem = bucket.flag_elem(nth);
-        present[slot] = presence_flags::flag_is_up(bucket.dtype, reduced, elem);
-        if present[slot] && presence_flags::flag_is_nan(bucket.dtype, reduced, elem) {
-            not_finite.note(Some(slot));
-        }
-    }
-    if let Some(elem) = bucket.sharded_elem()
-        && presence_flags::flag_is_nan(bucket.dtype, reduced, elem)
-    {
-        not_finite.note(None);
     }
 }

@@ -17,7 +17,7 @@ impl<T> Reducer<T> {
 
     /// Takes part in a reduction of the other ranks without a backward: with the gradients that it holds of earlier
     /// micro-batches, or else with weight 0. Returns false if every rank did so and none had a gradient, which does not
-    /// count as a step.
+    /// count as a step; if true, [`end_step`](Self::end_step) follows.
     pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
         self.refuse_broken()?;
         self.batches.begin_flush();
@@ -33,9 +33,7 @@ impl<T> Reducer<T> {
             Err(Error::Comm(e)) if e.group_usable() => false,
             Err(e) => return Err(e),
         };
-        if given {
-            self.end_step()?;
-        } else {
+        if !given {
             self.discard();
         }
         Ok(given)

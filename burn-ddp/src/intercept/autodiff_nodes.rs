@@ -16,7 +16,7 @@ use super::hook_depth::untracked;
 use super::model_state::ModelOpening;
 use super::parameter_read::Read;
 use super::shard::{Regather, evaluated, gathered};
-use super::wrapped_model::TapHandle;
+use super::tap_handle::TapHandle;
 use crate::backends::extend_backends;
 use crate::gradients::GradientMemory;
 
@@ -38,8 +38,8 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns `x`, a parameter's value, in the type in which the model computes. With autodiff, its gradient goes to the
-    /// reducer of `tap` instead of to `x`.
+    /// Returns `x`, a parameter's value, in the type in which the model computes. With autodiff, its gradient goes to
+    /// the reducer of `tap` instead of to `x`.
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x

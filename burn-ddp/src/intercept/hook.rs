@@ -85,8 +85,8 @@ impl WrappedModel {
         if gradient.dtype() != dtype {
             let (path, got) = (&self.slots[number].path, gradient.dtype());
             return Err(self.fault(format!(
-                "the gradient of {path} is {got:?}, and the forward read it as {dtype:?}: a layer mixed two types. Cast \
-                its input, or name it in `WrapConfig::with_full_precision`"
+                "the gradient of {path} is {got:?}, and the forward read it as {dtype:?}: a layer mixed two types. \
+                Cast its input, or name it in `WrapConfig::with_full_precision`"
             )));
         }
         // Wide before anything is added to it.

@@ -3,7 +3,7 @@
 //! | step | file |
 //! |---|---|
 //! | a call of the door | `scope` (read it first), `step` (of each model), `trained` (models of a call, and their averages) |
-//! | a parameter is read | `parameter_tap`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `hook_depth` |
+//! | a parameter is read | `parameter_tap`, `tap_handle`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `hook_depth` |
 //! | its gradient comes | `hook` |
 //! | state | `wrapped_model_setup`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
 //! | checks | `replica_checks`, `identical_data_check` (all ranks train on the same data) |
@@ -29,6 +29,7 @@ mod shard;
 mod step;
 mod synced_statistics;
 mod tap_bypass;
+mod tap_handle;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 mod trained;
@@ -55,9 +56,9 @@ pub(crate) use synced_statistics::SyncedStatistics;
 #[cfg(feature = "train")]
 pub(crate) use tap_bypass::{answers, is_bypassed};
 pub(crate) use tap_bypass::{bypass, element_wise, replace};
+pub use tap_handle::TapHandle;
 #[cfg(feature = "train")]
 pub(crate) use trained::prepare;
 pub use trained::{Models, Own, Prepared, Trained};
-pub use wrapped_model::TapHandle;
 pub(crate) use wrapped_model::WrappedModel;
 pub(crate) use wrapped_model_setup::open_model;

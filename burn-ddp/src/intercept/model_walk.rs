@@ -10,7 +10,8 @@ use burn::tensor::Tensor;
 
 use super::autodiff_nodes::DdpBackend;
 use super::tap_bypass::bypass;
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::tap_handle::TapHandle;
+use super::wrapped_model::WrappedModel;
 
 /// Name of a tap as a path component, where Burn shows reparameterizations.
 pub(crate) const TAP_NAME: &str = "ddp";

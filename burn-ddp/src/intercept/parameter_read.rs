@@ -10,7 +10,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
 use super::hook_depth::{AutodiffTensor, scalar, untracked};
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::tap_handle::TapHandle;
+use super::wrapped_model::WrappedModel;
 use crate::gradients::GradientMemory;
 
 /// A read of a parameter. It is outstanding until this value is dropped, when its hook has run or its graph is gone.

@@ -13,7 +13,8 @@ use super::autodiff_nodes::DdpBackend;
 use super::model_walk::{TAP_NAME, note_visit};
 use super::save_mappers::refuse_records_of_parts;
 use super::tap_bypass::{is_bypassed, is_replacing, steps_elements};
-use super::wrapped_model::{StepOf, TapHandle, WrappedModel};
+use super::tap_handle::TapHandle;
+use super::wrapped_model::{StepOf, WrappedModel};
 use crate::ddp::Ddp;
 
 /// Largest number of dimensions of a parameter.

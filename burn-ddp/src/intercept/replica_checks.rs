@@ -9,7 +9,8 @@ use burn::tensor::{TensorData, read_sync};
 
 use super::model_state::State;
 use super::model_walk::note_values;
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::tap_handle::TapHandle;
+use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{GradientMemory, Piggyback, PiggybackResult};
 use crate::model::digest::{self, Comparison, differing};

@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamMapper};
 use burn::tensor::Tensor;
 
 use super::tap_bypass::{answers, ask, bypass, is_bypassed};
-use super::wrapped_model::TapHandle;
+use super::tap_handle::TapHandle;
 use crate::gradients::Slot;
 
 /// Why a value without a tap is this rank's part.

@@ -103,8 +103,8 @@ pub(crate) fn run<R, P>(
         }
         if loss_scale.is_some() && !is_scaled {
             return Err(Error::invalid(
-                "the model has a loss scale, and the loss was not scaled: call `burn_ddp::scale_loss(&loss).backward()` \
-                instead of `loss.backward()`",
+                "the model has a loss scale, and the loss was not scaled: call \
+                `burn_ddp::scale_loss(&loss).backward()` instead of `loss.backward()`",
             ));
         }
         let prepared = prepare(&mut out, counts)?;

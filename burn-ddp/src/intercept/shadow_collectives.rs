@@ -35,7 +35,14 @@ fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Resu
         state.compared.iter_mut().for_each(|value| *value = None);
         model.compare(state, &mut piggyback)?;
     }
+    let step = state.reducer.step();
     let given = state.reducer.shadow(piggyback)?;
+    if given {
+        state.look_for_overflow(model, step)?;
+        state.reducer.end_step()?;
+        let skips = state.overflow.is_some();
+        state.end_scaled_step(model, skips)?;
+    }
     model.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
     Ok(given)
 }

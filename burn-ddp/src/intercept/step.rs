@@ -35,8 +35,8 @@ impl WrappedModel {
         }
     }
 
-    /// Begins the step, or the micro-batch of a step, that a call makes with `batch`, whose loss has this scale if it is
-    /// scaled. Returns true if it reduces.
+    /// Begins the step, or the micro-batch of a step, that a call makes with `batch`, whose loss has this scale if it
+    /// is scaled. Returns true if it reduces.
     pub(super) fn begin_step(&self, batch: &Batch, call: Call, loss_scale: Option<f64>) -> Result<bool> {
         self.lock().begin(self, Begin::MicroBatch { batch, holds: call.holds, loss_scale })
     }
@@ -286,7 +286,7 @@ impl<B: GradientMemory> State<B> {
     /// # Errors
     ///
     /// On all ranks, if such an average is an error.
-    fn look_for_overflow(&mut self, model: &WrappedModel, step: u64) -> Result<()> {
+    pub(super) fn look_for_overflow(&mut self, model: &WrappedModel, step: u64) -> Result<()> {
         let scaled = self.scaler.is_some() || self.loss_scale.of_step.is_some();
         let mut any = self.reducer.is_not_finite(scaled)?;
         // A rank sees its rows alone there.
@@ -324,8 +324,8 @@ impl<B: GradientMemory> State<B> {
         Ok(())
     }
 
-    /// Ends a step that has reduced: if its losses are scaled and the call `skips` it on all ranks, without averages and
-    /// with a smaller scale.
+    /// Ends a step that has reduced: if its losses are scaled and the call `skips` it on all ranks, without averages
+    /// and with a smaller scale.
     ///
     /// # Errors
     ///
@@ -348,9 +348,9 @@ impl<B: GradientMemory> State<B> {
             let culprit = overflow.unwrap_or_default();
             let what = model.spoken_culprit(culprit, self.run.is_some());
             let reason = format!(
-                "the loss scale has fallen to {scale}, below `min_loss_scale`: {what}, whatever the scale. The training \
-                diverges, or a layer overflows in f16 without any scale: look there, train in bf16, or name the layer \
-                in `WrapConfig::with_full_precision`"
+                "the loss scale has fallen to {scale}, below `min_loss_scale`: {what}, whatever the scale. The \
+                training diverges, or a layer overflows in f16 without any scale: look there, train in bf16, or name \
+                the layer in `WrapConfig::with_full_precision`"
             );
             return Err(model.not_finite(culprit, reason));
         }

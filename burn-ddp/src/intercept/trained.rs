@@ -10,7 +10,8 @@ use burn_ddp_comm::ProcessGroup;
 
 use super::autodiff_nodes::DdpBackend;
 use super::model_walk::{AtTap, Path, note_values, walk};
-use super::wrapped_model::{TapHandle, WrappedModel};
+use super::tap_handle::TapHandle;
+use super::wrapped_model::WrappedModel;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result};
 

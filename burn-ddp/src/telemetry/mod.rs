@@ -77,6 +77,21 @@ impl Telemetry {
 
     /// The [loss scale](crate::WrapConfig::with_loss_scaling) of the wrapped model that ended a step last; `None` if it
     /// has none.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::{Precision, prelude::*};
+    /// let ddp = Ddp::init()?;
+    /// let device = ddp.device()?.autodiff();
+    /// let config = WrapConfig::new().with_compute_dtype(Precision::F16);
+    /// let model = ddp.wrap_with(LinearConfig::new(4, 1).init(&device), &config)?;
+    /// let loss = model.forward(Tensor::<2>::ones([8, 4], &device).cast(Precision::F16.dtype())).mean();
+    /// assert!(ddp.backward(&loss, &model)?.is_none()); // 2¹⁶ is too large for f16
+    /// assert_eq!(ddp.telemetry().loss_scale(), Some(32768.0));
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn loss_scale(&self) -> Option<f64> {
         self.meter().loss_scale()

@@ -346,7 +346,8 @@ impl<M: LearnerModel> Run<'_, M> {
         if self.is_in_parts() {
             return self.validate_in_step(loader);
         }
-        let model = model.valid();
+        // Taps cast what the forward reads.
+        let model = if wrapped.computes_in_half() { self.taps.attach(model) } else { model }.valid();
         let mut batches = loader.iter();
         let mut iteration = 0;
         while let Some(batch) = batches.next() {

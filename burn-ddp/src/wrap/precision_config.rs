@@ -15,14 +15,14 @@ impl WrapConfig {
     /// A read of a parameter (`Param::val`) is cast to `precision` and its gradient back to f32, before it is added to
     /// another. So parameters keep updates that are smaller than a half's last bit; files, checkpoints, hashes, norms,
     /// `unwrap` and what a `ModuleMapper` sees are f32. Frozen parameters and copies (`valid()`) are cast as well; a
-    /// training forward casts each value once, however often it is read. [`master`](crate::master) returns a parameter's
-    /// f32 value. [Sharded](Self::with_sharding) parameters travel in `precision` and are kept in f32.
+    /// training forward casts each value once, however often it is read. [`master`](crate::master) returns a
+    /// parameter's f32 value. [Sharded](Self::with_sharding) parameters travel in `precision` and are kept in f32.
     ///
-    /// Activations follow the inputs: cast those to [`Precision::dtype`], and logits to f32 for the loss. Some layers of
-    /// Burn mix types: `docs/models.md` has the line that mends each.
+    /// Activations follow the inputs: cast those to [`Precision::dtype`], and logits to f32 for the loss. Some layers
+    /// of Burn mix types: `docs/models.md` has the line that mends each.
     /// [`with_full_precision`](Self::with_full_precision) leaves layers in f32. F16 comes with a [loss
-    /// scale](Self::with_loss_scaling); a program that calls `loss.backward()` itself, in [`Ddp::scope`](crate::Ddp::scope)
-    /// or in Burn's `TrainStep`, calls [`scale_loss`](crate::scale_loss) before.
+    /// scale](Self::with_loss_scaling); a program that calls `loss.backward()` itself, in
+    /// [`Ddp::scope`](crate::Ddp::scope) or in Burn's `TrainStep`, calls [`scale_loss`](crate::scale_loss) before.
     ///
     /// Costs one cast per parameter and forward, another per gradient, and memory for the casts from forward to
     /// backward: half of that of the parameters.
@@ -61,8 +61,8 @@ impl WrapConfig {
 
     /// Parameters that are read in f32 whatever the [compute dtype](Self::with_compute_dtype), such as those of a
     /// BatchNorm or of the last layer. Names are paths, modules and patterns, as in
-    /// [`with_local_parameters`](Self::with_local_parameters), and add up over several calls. Cast what goes into such a
-    /// layer to f32, and what comes out of it back.
+    /// [`with_local_parameters`](Self::with_local_parameters), and add up over several calls. Cast what goes into such
+    /// a layer to f32, and what comes out of it back.
     ///
     /// ```
     /// # use burn_ddp::{Precision, WrapConfig};
@@ -96,8 +96,9 @@ impl WrapConfig {
     }
 
     /// Type in which gradients travel between ranks: F32 by default, which leaves them as they are. A half moves half
-    /// the bytes. Between hosts, sums are added in f32 and each average is rounded once; NCCL adds in the half. Averages
-    /// are cast back to the type of their parameter. Values below 6e-8 become 0 in f16, and above 65504 infinite.
+    /// the bytes. Between hosts, sums are added in f32 and each average is rounded once; NCCL adds in the half.
+    /// Averages are cast back to the type of their parameter. Values below 6e-8 become 0 in f16, and above 65504
+    /// infinite.
     ///
     /// Not with [logical ranks](crate::Ddp::set_logical_ranks): their sums must not be rounded before the last one.
     ///
@@ -115,15 +116,15 @@ impl WrapConfig {
     /// Settings of the loss scale, which is on for a [compute dtype](Self::with_compute_dtype) of F16 by default, and
     /// off otherwise; with this call it is on unless `scaling` says otherwise.
     ///
-    /// [`Ddp::backward`](crate::Ddp::backward) multiplies the loss by the scale and divides the gradients by it, so that
-    /// averages, clipping and optimizers see none of it. If the average of a parameter is not finite, it returns `None`
-    /// on all ranks, and the scale becomes smaller: the program makes no optimizer step. This costs no message: the
-    /// verdict is in what ranks send anyway. On NCCL one byte is read back from the device in each step. Running
+    /// [`Ddp::backward`](crate::Ddp::backward) multiplies the loss by the scale and divides the gradients by it, so
+    /// that averages, clipping and optimizers see none of it. If the average of a parameter is not finite, it returns
+    /// `None` on all ranks, and the scale becomes smaller: the program makes no optimizer step. This costs no message:
+    /// the verdict is in what ranks send anyway. On NCCL one byte is read back from the device in each step. Running
     /// statistics keep what a skipped step has changed, as in torch.
     ///
-    /// A call with several models takes the smallest of their scales, and is skipped for all of them. The scale is saved
-    /// in checkpoints with the model. [`Stats::skipped`](crate::Stats::skipped) counts skipped steps.
-    /// A scale below `min_loss_scale` is an error on all ranks that names a gradient that is not finite.
+    /// A call with several models takes the smallest of their scales, and is skipped for all of them. The scale is
+    /// saved in checkpoints with the model. [`Stats::skipped`](crate::Stats::skipped) counts skipped steps. A scale
+    /// below `min_loss_scale` is an error on all ranks that names a gradient that is not finite.
     ///
     /// # Example
     ///

@@ -1,4 +1,4 @@
-//! An identity whose backward panics on the thread that armed it.
+//! An identity whose backward panics, or mixes types, on the thread that armed it.
 #![allow(deprecated)]
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -14,24 +14,39 @@ use burn::backend::autodiff::{
     ops::{Backward, Ops, OpsKind},
 };
 use burn::backend::{Backend, Dispatch, Flex, backend_extension, tensor::FloatTensor};
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 
-thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+thread_local!(static ARMED: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) });
+
+#[derive(Clone, Copy)]
+enum Fault {
+    Panics,
+    Widens,
+}
 
 /// Runs `f` while backwards through [`trap`] on this thread panic.
 pub fn armed<T>(f: impl FnOnce() -> T) -> T {
+    with(Fault::Panics, f)
+}
+
+/// Runs `f` while backwards through [`trap`] on this thread return f32, as kernels may that do not look at types.
+pub fn widening<T>(f: impl FnOnce() -> T) -> T {
+    with(Fault::Widens, f)
+}
+
+fn with<T>(fault: Fault, f: impl FnOnce() -> T) -> T {
     struct Disarm;
     impl Drop for Disarm {
         fn drop(&mut self) {
-            ARMED.set(false);
+            ARMED.set(None);
         }
     }
     let _disarm = Disarm;
-    ARMED.set(true);
+    ARMED.set(Some(fault));
     f()
 }
 
-/// Returns `x`; its backward panics on a thread that runs [`armed`].
+/// Returns `x`; its backward fails on a thread that runs [`armed`] or [`widening`].
 pub fn trap<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::bomb(x.into_dispatch()))
 }
@@ -66,8 +81,12 @@ impl<B: Bomb, C: CheckpointStrategy> Bomb for Autodiff<B, C> {
         impl<B: Backend> Backward<B, 1> for Fuse {
             type State = ();
             fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                assert!(!ARMED.get(), "the bomb went off");
                 let gradient = grads.consume::<B>(&ops.node);
+                let gradient = match ARMED.get() {
+                    Some(Fault::Panics) => panic!("the bomb went off"),
+                    Some(Fault::Widens) => B::float_cast(gradient, FloatDType::F32),
+                    None => gradient,
+                };
                 grads.register::<B>(ops.parents[0].as_ref().unwrap().id, gradient);
             }
         }

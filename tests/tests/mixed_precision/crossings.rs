@@ -1,6 +1,6 @@
 //! Mixed precision beside other features: ranks train the bits of one, which has all rows.
 
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsAccumulator, SgdConfig};
 use burn::prelude::*;
@@ -158,4 +158,28 @@ fn evaluation_computes_in_the_half() {
     })
     .unwrap();
     all_equal(&outputs);
+}
+
+/// The factors are read in the half, and Burn casts the frozen base, which has no tap, to their type.
+#[test]
+fn lora_computes_in_the_half() {
+    for precision in HALVES {
+        let outcomes = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let layers = || (0..2).map(|_| LinearConfig::new(6, 6).init(&device)).collect::<Vec<Linear>>();
+            let model = layers().map(&mut Fill(0.0)).apply_lora(Lora::new(2, 4.0));
+            let mut model = ddp.wrap_with(model, &config(precision))?;
+            let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+            for step in 0..3 {
+                let x = burn_ddp_tests::rows(4 * step + 2 * ddp.rank(), 2, 6, 1, DType::F32, &device);
+                let out = model.iter().fold(x.cast(precision.dtype()), |x, layer| layer.forward(x));
+                assert_eq!(out.dtype(), DType::from(precision.dtype()));
+                let grads = ddp.backward(&out.cast(DType::F32).powf_scalar(2.0).mean(), &model)?.expect("a step");
+                model = optim.step(1e-2, model, grads);
+            }
+            Ok(param_hash(&model)?)
+        })
+        .unwrap();
+        all_equal(&outcomes);
+    }
 }

@@ -255,7 +255,7 @@ fn a_transformer_learns_in_halves() {
     compare::<Gpt>("gpt", 1, 48);
 }
 
-/// `cargo test --test mixed_precision -- --ignored --nocapture curves`: 15 minutes on 2 cores.
+/// `cargo test --test mixed_precision -- --ignored --nocapture curves`: 20 minutes.
 #[test]
 #[ignore = "minutes"]
 fn curves_of_five_models() {

@@ -375,6 +375,59 @@ fn a_resumed_run_has_the_bits_and_the_scale_of_an_uninterrupted_one() {
     }
 }
 
+/// A rank that has joined takes part in skips: its scale stays that of the others.
+#[test]
+fn ranks_that_have_joined_skip_with_the_others() {
+    let outcomes = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = in_half(Precision::F16).with_loss_scaling(small_scale());
+        let mut model = ddp.wrap_with(Mlp::new(&device).map(&mut Fill(0.0)), &config)?;
+        let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+        for step in 0..if ddp.is_main() { 1 } else { 4 } {
+            let loss = loss(&model, Precision::F16, 4 * step + 2 * ddp.rank(), 2, &device);
+            let loss = if step == 2 { loss + poison(&model, Of::Weight) } else { loss };
+            let grads = ddp.backward(&loss, &model)?;
+            assert_eq!(grads.is_none(), step == 2);
+            if let Some(grads) = grads {
+                model = optim.step(1e-2, model, grads);
+            }
+        }
+        let missed = ddp.join(&mut model, &mut optim)?;
+        // A further step of both has one scale.
+        let loss = loss(&model, Precision::F16, 2 * ddp.rank(), 2, &device);
+        let grads = ddp.backward(&loss, &model)?.expect("a step");
+        model = optim.step(1e-2, model, grads);
+        Ok((missed, param_hash(&model)?, ddp.telemetry().loss_scale(), ddp.telemetry().stats().skipped))
+    })
+    .unwrap();
+    assert_eq!((outcomes[0].0, outcomes[1].0), (3, 0));
+    let rest = |nth: usize| (outcomes[nth].1.clone(), outcomes[nth].2, outcomes[nth].3);
+    assert_eq!(rest(0), rest(1));
+    assert_eq!((rest(0).1, rest(0).2), (Some(8.0), 1));
+}
+
+/// What is held may have overflowed in an earlier call.
+#[test]
+fn a_flush_of_an_overflow_is_skipped() {
+    let outcomes = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = in_half(Precision::F16).with_loss_scaling(small_scale());
+        let model = ddp.wrap_with(Mlp::new(&device).map(&mut Fill(0.0)), &config)?;
+        let loss = |poisons: bool| {
+            let loss = loss(&model, Precision::F16, 2 * ddp.rank(), 2, &device);
+            if poisons && ddp.rank() == 1 { loss + poison(&model, Of::Bias) } else { loss }
+        };
+        ddp.accumulate(&loss(true), &model)?;
+        ddp.accumulate(&loss(false), &model)?;
+        assert!(ddp.flush(&model)?.is_none());
+        ddp.accumulate(&loss(false), &model)?;
+        assert!(ddp.flush(&model)?.is_some());
+        Ok(ddp.telemetry().loss_scale())
+    })
+    .unwrap();
+    assert_eq!(outcomes, [Some(8.0); 2]);
+}
+
 /// Running statistics keep what a skipped step has changed, as in torch, alike on all ranks.
 #[test]
 fn running_statistics_of_a_skipped_step_stay_equal() {

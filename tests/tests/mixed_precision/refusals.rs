@@ -5,6 +5,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{LossScaling, Precision, master};
+use burn_ddp_tests::awkward::panicking_op::{trap, widening};
 use burn_ddp_tests::{Mlp, to_f64};
 
 use super::in_half;
@@ -96,5 +97,24 @@ fn reads_are_halves_and_masters_are_not() {
             Ok(())
         })
         .unwrap();
+    }
+}
+
+/// On a device that does not check types only the hook sees this.
+#[test]
+fn a_gradient_of_another_type_than_the_read_is_an_error_of_the_hook() {
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Mlp::new(&device), &in_half(Precision::Bf16))?;
+        let step = || {
+            let loss = trap(model.a.weight.val()).cast(DType::F32).sum();
+            ddp.backward(&loss, &model)
+        };
+        assert!(step()?.is_some());
+        Ok(widening(step).unwrap_err().to_string())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.contains("the gradient of a.weight is F32, and the forward read it as BF16"), "{error}");
     }
 }

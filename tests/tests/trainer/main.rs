@@ -1,6 +1,7 @@
 //! Burn's trainer over several ranks: the same curves, counts and decisions as Burn's own on one device.
 #![cfg(feature = "train")]
 
+mod halves;
 mod killed;
 mod sharded;
 
@@ -19,6 +20,7 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
+use burn::tensor::DType;
 use burn::tensor::activation::log_softmax;
 use burn::train::checkpoint::KeepLastNCheckpoints;
 use burn::train::logger::{InMemoryMetricLogger, MetricLogger};
@@ -32,6 +34,7 @@ use burn::train::{
 };
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
+use burn_ddp::scale_loss;
 use burn_ddp::train::SilentRenderer;
 use burn_ddp_tests::{device, distance, number, values};
 
@@ -114,6 +117,10 @@ struct Net {
     shrinks: bool,
     /// Computes the output twice more after the backward, as a program that logs may do.
     looks_again: bool,
+    /// Computes in f16.
+    halves: bool,
+    /// Leaves the loss as it is, whatever its scale.
+    forgets_scale: bool,
     /// Panics in this split: `training`, `validation` or none.
     panics_in: String,
 }
@@ -128,11 +135,14 @@ impl Net {
             b: LinearConfig::new(16, CLASSES).init(device),
             shrinks: false,
             looks_again: false,
+            halves: false,
+            forgets_scale: false,
             panics_in: String::new(),
         }
     }
 
     fn forward(&self, x: Tensor<2>, rare: usize) -> Tensor<2> {
+        let x = if self.halves { x.cast(DType::F16) } else { x };
         let mut h = self.a.forward(x.clone());
         if let Some(branch) = self.rare.as_ref().filter(|_| rare > 0) {
             let rows = h.dims()[0];
@@ -146,7 +156,7 @@ impl Net {
         if let Some(norm) = &self.sync_norm {
             h = norm.forward(h);
         }
-        self.b.forward(h)
+        self.b.forward(h).cast(DType::F32)
     }
 }
 
@@ -159,7 +169,7 @@ impl TrainStep for Net {
         killed::killed_in_this_step();
         let output = self.forward(batch.x.clone(), batch.rare);
         let loss = CrossEntropyLossConfig::new().init(&output.device()).forward(output.clone(), batch.classes.clone());
-        let grads = loss.backward();
+        let grads = if self.forgets_scale { loss.backward() } else { scale_loss(&loss).backward() };
         if self.looks_again {
             (0..2).for_each(|_| drop(self.forward(batch.x.clone(), batch.rare)));
         }
@@ -167,6 +177,7 @@ impl TrainStep for Net {
     }
 
     fn optimize(self, optim: &mut ModuleOptimizer, lr: ModuleLearningRate, grads: GradientsParams) -> Self {
+        halves::count_step();
         let model = if self.shrinks { self.map(&mut Shrink) } else { self };
         optim.step(lr, model, grads)
     }

@@ -67,8 +67,8 @@ pub(crate) trait GradientStore<T>: Send {
     /// The leaf of which the slot has a gradient that is not finite, as far as packing has shown.
     fn not_finite(&self, slot: usize) -> Option<usize>;
 
-    /// The first slot with an average that is not finite, as far as the flags of the buckets did not tell. Waits for the
-    /// device.
+    /// The first slot with an average that is not finite, as far as the flags of the buckets did not tell. Waits for
+    /// the device.
     fn average_not_finite(&mut self) -> Result<Option<usize>, String>;
 
     /// First leaves of the sums over micro-batches that are held for a slot.

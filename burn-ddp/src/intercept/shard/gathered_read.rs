@@ -14,7 +14,7 @@ use super::shard_group::{Purpose, ShardGroup, filled};
 use crate::Result;
 use crate::gradients::{DeviceLoan, GradientMemory, shared_bytes};
 use crate::intercept::scope::{fail, fail_forward};
-use crate::intercept::wrapped_model::TapHandle;
+use crate::intercept::tap_handle::TapHandle;
 use crate::tensor_conversion::burn_dtype;
 
 /// The whole of a slot for a forward without backward.

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use burn_ddp_nccl::fake::Machine;
 
 use crate::intercept::fake_device::{self, FAULTS, Fault};
-use crate::{Ddp, Sharding, WrapConfig, param_hash};
+use crate::{Ddp, LossScaling, Precision, Sharding, WrapConfig, param_hash};
 
 const STEPS: usize = 3;
 
@@ -84,6 +84,55 @@ fn the_device_gives_the_bits_of_host_memory() {
             Ok(result)
         });
         assert_eq!(device.unwrap(), host, "{world} ranks, {items:?}, {micro_batches} micro-batches");
+    }
+}
+
+/// Hash after five steps in f16, of which the second overflows in a sharded weight of rank 1, and the steps made.
+fn train_in_halves(ddp: &Ddp, sharding: Sharding, reduce: Precision) -> anyhow::Result<(String, Vec<usize>)> {
+    let device = Device::flex().autodiff();
+    let config = config(1).with_sharding(sharding).with_compute_dtype(Precision::F16).with_reduce_dtype(reduce);
+    let scaling = LossScaling { initial_scale_power: 4, ..LossScaling::default() };
+    let mut model = ddp.wrap_with(Net::new(&device), &config.with_loss_scaling(scaling))?;
+    let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+    let mut steps = Vec::new();
+    for step in 0..5 {
+        let wide = |x: Tensor<2>| x.cast(DType::F32);
+        let x = inputs(ddp.rank(), step, &device).cast(DType::F16);
+        let poison = if step == 1 && ddp.rank() == 1 { f32::INFINITY } else { 0.0 };
+        let poisoned = wide(model.first.weight.val()).slice([4..5, 0..6]).sum() * poison;
+        let loss = wide(model.forward(x)).powi_scalar(2).sum();
+        if let Some(grads) = ddp.backward(&(loss + poisoned), &model)? {
+            model = optim.step(0.01, model, grads);
+            steps.push(step);
+        }
+    }
+    Ok((param_hash(&model)?, steps))
+}
+
+/// Gathers in f16, gradients that travel in another type, and verdicts that a device tells only when it is read.
+#[test]
+fn halves_on_devices_have_the_bits_of_host_memory_and_skip_the_same_steps() {
+    for sharding in [Sharding::Off, Sharding::Parameters] {
+        for reduce in [Precision::F32, Precision::Bf16] {
+            let host = Ddp::spawn(2, |ddp| train_in_halves(&ddp, sharding, reduce)).unwrap();
+            assert_eq!(host[0], host[1]);
+            assert_eq!(host[0].1, [0, 2, 3, 4]);
+            let late = Ddp::spawn(2, |ddp| {
+                fake_device::install(&ddp);
+                train_in_halves(&ddp, sharding, reduce)
+            });
+            assert_eq!(late.unwrap(), host, "{sharding:?} {reduce}");
+            let machine = Machine::new(2);
+            machine.set_jitter(Duration::from_millis(1), 7);
+            let gpus = Ddp::spawn(2, |ddp| {
+                fake_device::install_gpu(&ddp, &machine);
+                train_in_halves(&ddp, sharding, reduce)
+            });
+            let gpus = gpus.unwrap();
+            assert_eq!(machine.misuse(), [] as [String; 0]);
+            assert_eq!(gpus[0], gpus[1]);
+            assert_eq!(gpus[0].1, host[0].1, "{sharding:?} {reduce}");
+        }
     }
 }
 

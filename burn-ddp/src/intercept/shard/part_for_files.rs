@@ -11,7 +11,7 @@ use super::ShardGroup;
 use super::shard_group::Purpose;
 use crate::agreement::tell_peers;
 use crate::intercept::model_walk::taps;
-use crate::intercept::wrapped_model::TapHandle;
+use crate::intercept::tap_handle::TapHandle;
 use crate::{Error, Result};
 
 /// The sharded parameters of `model` by their paths.

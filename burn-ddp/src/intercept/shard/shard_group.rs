@@ -383,8 +383,9 @@ impl ShardGroup {
         self.call(|group| group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, tag))
     }
 
-    /// Reduces the gradient of a slot, which `write` writes in the type of `s`, over the ranks: to the mean by `weights`
-    /// (one for each rank) or, without them, to the sum. Returns this rank's rows. *Collective* unless `write` fails.
+    /// Reduces the gradient of a slot, which `write` writes in the type of `s`, over the ranks: to the mean by
+    /// `weights` (one for each rank) or, without them, to the sum. Returns this rank's rows. *Collective* unless
+    /// `write` fails.
     pub(super) fn reduce(
         &self,
         (slot, s): (usize, &Slot),

@@ -154,8 +154,8 @@ impl<B: GradientMemory> ShardedGradients<B> {
         }
     }
 
-    /// Reduces the gradient of a slot: `whole`, of a leaf, or what is held of earlier micro-batches. If no rank has one,
-    /// the slot has no average. *Collective*.
+    /// Reduces the gradient of a slot: `whole`, of a leaf, or what is held of earlier micro-batches. If no rank has
+    /// one, the slot has no average. *Collective*.
     pub(in crate::intercept) fn reduce(
         &mut self,
         shards: &ShardGroup,
