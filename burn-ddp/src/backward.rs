@@ -284,7 +284,9 @@ impl Ddp {
 /// scale](crate::WrapConfig::with_loss_scaling) of the models that the call trains. Anywhere else, and for models
 /// without a scale, that is the loss. [`Ddp::backward`] does the same by itself.
 ///
-/// In a call over models with a scale, a backward of a loss that was not scaled is an error.
+/// In a call over models with a scale, a backward of a loss that was not scaled is an error. What the program takes out
+/// of Burn's `Gradients` by itself (a gradient of an input) has the scale, that of
+/// [`Telemetry::loss_scale`](crate::Telemetry::loss_scale) with one model.
 ///
 /// # Example
 ///

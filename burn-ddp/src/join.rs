@@ -104,10 +104,13 @@ impl Ddp {
             wrapped.discard();
             return Ok(0);
         }
+        // Skipped steps are no steps of an optimizer.
         let mine = wrapped.steps();
+        let skipped = wrapped.skipped();
         while wrapped.shadow()? {}
 
-        let steps = self.group().all_gather_object(&mine)?;
+        let all = self.group().all_gather_object(&(mine, skipped))?;
+        let steps: Vec<u64> = all.iter().map(|(steps, _)| *steps).collect();
         let last = *steps.iter().max().expect("a world has ranks");
         if steps.iter().any(|steps| *steps != last) {
             let root = steps.iter().position(|steps| *steps == last).expect("one has most");
@@ -116,6 +119,7 @@ impl Ddp {
             // A rank that trained to the end has this state; loading it would move it through Burn's default device.
             optimizer::state::broadcast_to(mine < last, self.group(), optim.borrow_mut(), model, root)?;
         }
-        Ok((last - mine) as usize)
+        let of_last = all.iter().find(|(steps, _)| *steps == last).map_or(0, |(_, skipped)| *skipped);
+        Ok((last - mine - (of_last - skipped)) as usize)
     }
 }

@@ -45,6 +45,10 @@ impl LossScaling {
         if self.loss_scale_window == 0 {
             return Err(Error::invalid("loss_scale_window counts steps: 1 or more"));
         }
+        let first = f64::from(self.initial_scale_power).exp2();
+        if self.min_loss_scale == 0 || self.min_loss_scale as f64 > first {
+            return Err(Error::invalid(format!("min_loss_scale is at least 1, and at most the first scale, {first}")));
+        }
         Ok(())
     }
 }
@@ -72,11 +76,11 @@ impl LossScaler {
     }
 
     /// Notes a step whose averages are finite. `used` was the scale of its loss: that of another model of the call if
-    /// it is smaller, which says nothing about this one. Returns true, since the scale is large enough.
-    pub(crate) fn fits(&mut self, used: f64) -> bool {
+    /// it is smaller, which says nothing about this one.
+    pub(crate) fn fits(&mut self, used: f64) {
         let LossScale { scale, good_steps } = &mut self.state;
         if *scale > used {
-            return true;
+            return;
         }
         *good_steps += 1;
         if *good_steps >= self.settings.loss_scale_window {
@@ -85,21 +89,21 @@ impl LossScaler {
             *scale = if twice <= f64::from(f32::MAX) { twice } else { *scale };
             *good_steps = 0;
         }
-        true
     }
 
-    /// True if the scale may become smaller after a step that used this one.
-    pub(crate) fn can_fall(&self, used: Option<f64>) -> bool {
-        let scale = self.state.scale;
-        used.is_some_and(|used| scale > used) || scale / 2.0 >= self.settings.min_loss_scale as f64
+    /// True if half the scale is large enough.
+    pub(crate) fn can_fall(&self) -> bool {
+        self.state.scale / 2.0 >= self.settings.min_loss_scale as f64
     }
 
-    /// Notes a step with an average that is not finite. Returns false if the scale is too small now.
-    pub(crate) fn overflows(&mut self, used: f64) -> bool {
-        if self.state.scale <= used {
-            self.state = LossScale { scale: self.state.scale / 2.0, good_steps: 0 };
-        }
+    /// True if the scale is not below its bound.
+    pub(crate) fn is_enough(&self) -> bool {
         self.state.scale >= self.settings.min_loss_scale as f64
+    }
+
+    /// Notes a step with an average that is not finite.
+    pub(crate) fn overflows(&mut self) {
+        self.state = LossScale { scale: self.state.scale / 2.0, good_steps: 0 };
     }
 }
 
@@ -118,8 +122,8 @@ mod tests {
         for overflows in [false, false, true, false, false, false, false, false, false, true, true] {
             let used = scaler.state.scale;
             match overflows {
-                true => assert!(scaler.overflows(used)),
-                false => assert!(scaler.fits(used)),
+                true => scaler.overflows(),
+                false => scaler.fits(used),
             }
             scales.push(scaler.state.scale);
         }
@@ -128,22 +132,24 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_scale_of_a_call_is_the_one_that_moves() {
+    fn the_smallest_scale_of_a_call_is_the_one_that_grows() {
         let (mut small, mut large) = (scaler(1), scaler(1));
         large.state.scale = 1024.0;
-        let used = small.state.scale;
-        assert!(small.overflows(used) && large.overflows(used));
-        assert_eq!((small.state.scale, large.state.scale), (8.0, 1024.0));
-        assert!(small.fits(8.0) && large.fits(8.0));
-        assert_eq!((small.state.scale, large.state.scale), (16.0, 1024.0));
+        small.fits(16.0);
+        large.fits(16.0);
+        assert_eq!((small.state.scale, large.state.scale), (32.0, 1024.0));
     }
 
     #[test]
     fn a_scale_stays_within_f32_and_above_its_bound() {
         let mut scaler = scaler(1);
-        assert!((0..1000).all(|_| scaler.fits(f64::MAX)));
+        (0..1000).for_each(|_| scaler.fits(f64::MAX));
         assert_eq!(scaler.state.scale, 127f64.exp2());
-        let halvings = (0..1000).take_while(|_| scaler.overflows(f64::MAX)).count();
-        assert_eq!((halvings, scaler.state.scale), (127, 0.5));
+        let halvings = (0..1000).take_while(|_| {
+            scaler.overflows();
+            scaler.is_enough()
+        });
+        assert_eq!(halvings.count(), 127);
+        assert_eq!(scaler.state.scale, 0.5);
     }
 }

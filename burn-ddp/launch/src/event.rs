@@ -17,8 +17,10 @@ pub(crate) enum Event {
     Stopped { rank: usize, signal: i32 },
     /// From a rank's waiter thread: the stopped rank runs again.
     Continued { rank: usize },
-    /// From the signal thread: this process was sent a signal.
+    /// From the signal thread: this process was sent a signal to end, SIGTSTP or SIGWINCH.
     Signal(i32),
+    /// From the signal thread: a signal that means nothing to a launcher, for the ranks.
+    PassOn(i32),
     /// From the relay: all output is passed on.
     Relayed(Relayed),
     /// From the link to the other launchers: a launcher has published the end of the generation.

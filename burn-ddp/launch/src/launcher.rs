@@ -296,9 +296,10 @@ impl Launcher {
 
     /// Starts the ranks, waits until all have ended and returns the outcome. Blocks.
     ///
-    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process are passed on to all ranks (SIGHUP only if it was not
-    /// ignored); a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued.
-    /// The ranks die with the calling thread, even if this process is killed.
+    /// While it runs, SIGINT, SIGTERM, SIGHUP (if it was not ignored), SIGQUIT, SIGALRM and SIGXCPU to this process are
+    /// passed on to all ranks and end the job; a second SIGINT kills them. SIGUSR1 and SIGUSR2 are passed on. Of
+    /// SIGQUIT and those behind it a handler of the program stays. SIGTSTP (Ctrl-Z) stops the ranks and this process
+    /// until it is continued. The ranks die with the calling thread, even if this process is killed.
     ///
     /// # Errors
     ///

@@ -55,6 +55,9 @@ impl RankExit {
             Self::Signal(libc::SIGKILL) => {
                 "the launcher did not send it; the kernel often does when memory runs out (see `dmesg`)"
             }
+            Self::Signal(libc::SIGUSR1 | libc::SIGUSR2) => {
+                "the launcher passes SIGUSR1 and SIGUSR2 on to all ranks; a program that does not handle them is killed"
+            }
             Self::Signal(libc::SIGBUS) => {
                 "SIGBUS often means that a memory-mapped file was truncated, or that its file system is full (see `df \
                  -h /dev/shm`, where NCCL has files; burn-ddp has none there)"

@@ -122,7 +122,9 @@ impl<'a> Processes<'a> {
         };
         match &event {
             Some(Event::Exited { rank, exit, .. }) => tracing::debug!(rank, %exit, "rank exited"),
-            Some(Event::Signal(signal)) => tracing::info!(signal = signal_name(*signal), "signal"),
+            Some(Event::Signal(signal) | Event::PassOn(signal)) => {
+                tracing::info!(signal = signal_name(*signal), "signal");
+            }
             Some(Event::Ordered { stop, .. }) => tracing::info!(?stop, "another launcher ends the job"),
             _ => {}
         }

@@ -1,4 +1,5 @@
-//! SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGWINCH of this process, turned into events for as long as a launcher runs.
+//! Signals of this process, turned into events for as long as a launcher runs: those that end a job, those for its
+//! ranks, SIGTSTP and SIGWINCH.
 //!
 //! The program's former handlers are restored when the last launcher of the process is done, so that a program which
 //! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never restores a signal's former action.)
@@ -17,7 +18,13 @@ use libc::c_int;
 
 use crate::event::Event;
 
-const CAUGHT: [c_int; 5] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP, libc::SIGWINCH];
+/// Signals that end a job.
+pub(crate) const ENDS: [c_int; 6] =
+    [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU];
+/// Signals for the ranks.
+const PASSED_ON: [c_int; 2] = [libc::SIGUSR1, libc::SIGUSR2];
+/// Of these signals a program's own handler or setting stays.
+const YIELDS: [c_int; 5] = [libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU, libc::SIGUSR1, libc::SIGUSR2];
 
 /// File descriptor to which the handler writes signal numbers. Written once, before the first handler is installed, and
 /// never closed: a handler may still be running on another thread when the handlers are removed.
@@ -81,11 +88,12 @@ impl Shared {
 
     fn deliver(&mut self, signal: c_int) {
         for listener in &mut self.listeners {
-            if [libc::SIGINT, libc::SIGTERM, libc::SIGHUP].contains(&signal) {
+            if ENDS.contains(&signal) {
                 listener.ends.push(signal);
             }
+            let event = if PASSED_ON.contains(&signal) { Event::PassOn(signal) } else { Event::Signal(signal) };
             // A launcher whose receiver is gone is about to drop its `Listening`.
-            let _ = listener.events.send(Event::Signal(signal));
+            let _ = listener.events.send(event);
         }
     }
 }
@@ -123,8 +131,11 @@ fn start_reader() -> io::Result<()> {
 
 fn install(shared: &mut Shared) -> io::Result<()> {
     OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Release);
-    for signal in CAUGHT {
+    for signal in ENDS.into_iter().chain(PASSED_ON).chain([libc::SIGTSTP, libc::SIGWINCH]) {
         let old = current(signal)?;
+        if YIELDS.contains(&signal) && old.sa_sigaction != libc::SIG_DFL {
+            continue;
+        }
         // `nohup` makes its descendants ignore SIGHUP, and shells without job control SIGTSTP: they stay ignored.
         if [libc::SIGHUP, libc::SIGTSTP].contains(&signal) && old.sa_sigaction == libc::SIG_IGN {
             continue;
@@ -255,15 +266,16 @@ mod tests {
         let ((launcher, _heard), (watch, heard)) = (channel(), channel());
         // A handle that is dropped would look for its listener in the process's list.
         let launching = std::mem::ManuallyDrop::new(shared.add(launcher));
-        for signal in [libc::SIGWINCH, libc::SIGINT, libc::SIGTERM] {
+        for signal in [libc::SIGWINCH, libc::SIGINT, libc::SIGUSR1, libc::SIGTERM] {
             shared.deliver(signal);
         }
         let _watching = std::mem::ManuallyDrop::new(shared.repeat(launching.0, watch));
         shared.deliver(libc::SIGHUP);
+        shared.deliver(libc::SIGUSR2);
         let signals = heard.try_iter().map(|event| match event {
-            Event::Signal(signal) => signal,
+            Event::Signal(signal) | Event::PassOn(signal) => signal,
             other => panic!("{other:?}"),
         });
-        assert_eq!(signals.collect::<Vec<_>>(), [libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
+        assert_eq!(signals.collect::<Vec<_>>(), [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR2]);
     }
 }

@@ -21,7 +21,7 @@ use crate::leftover_processes::MARK;
 use crate::nodes::Link;
 use crate::process_table::{Process, processes};
 use crate::report::user_notices::NoticeSink;
-use crate::signals::Listening;
+use crate::signals::{self, Listening};
 
 /// Time between two scans. After the deadline, a process that two scans in a row find is killed.
 const LOOK: Duration = Duration::from_millis(200);
@@ -92,10 +92,10 @@ impl Starts {
         loop {
             match events.recv_timeout(until.saturating_duration_since(Instant::now()).min(LOOK)) {
                 // The main thread waits for a process that cannot be killed: only an exit ends this launcher.
-                Ok(Event::Signal(signal @ (libc::SIGINT | libc::SIGTERM | libc::SIGHUP))) if kills.are_in_vain() => {
+                Ok(Event::Signal(signal)) if signals::ENDS.contains(&signal) && kills.are_in_vain() => {
                     std::process::exit(128 + signal);
                 }
-                Ok(Event::Signal(libc::SIGINT | libc::SIGTERM | libc::SIGHUP)) => {
+                Ok(Event::Signal(signal)) if signals::ENDS.contains(&signal) => {
                     let patience = if interrupted { Duration::ZERO } else { grace };
                     until = until.min(Instant::now() + patience);
                     interrupted = true;

@@ -20,9 +20,14 @@ fn pids(lines: &[String]) -> Vec<u32> {
 
 #[test]
 fn signals_stop_all_ranks_and_their_children() {
-    for (signal, code, name) in
-        [(Signal::INT, 130, "SIGINT"), (Signal::TERM, 143, "SIGTERM"), (Signal::HUP, 129, "SIGHUP")]
-    {
+    for (signal, code, name) in [
+        (Signal::INT, 130, "SIGINT"),
+        (Signal::TERM, 143, "SIGTERM"),
+        (Signal::HUP, 129, "SIGHUP"),
+        (Signal::QUIT, 131, "SIGQUIT"),
+        (Signal::ALARM, 142, "SIGALRM"),
+        (Signal::XCPU, 152, "SIGXCPU"),
+    ] {
         // These tests themselves may run under `nohup`, which `burnrun` respects.
         if signal == Signal::HUP && hangup_is_ignored() {
             continue;
@@ -50,6 +55,29 @@ fn ranks_may_end_in_their_own_way_within_the_grace_time() {
     assert_eq!(finished.code(), 143);
     assert_eq!(finished.stdout.iter().filter(|line| line.ends_with("] saved")).count(), 2, "{finished:?}");
     assert!(!finished.stderr.contains("killed"), "{}", finished.stderr);
+}
+
+/// Such as Slurm's `--signal=USR1@60`: a program that handles it goes on, and one that does not is told why it ended.
+#[test]
+fn user_signals_are_for_the_ranks() {
+    let program = "trap 'echo heard one' USR1; trap 'echo heard two; exit 0' USR2; echo ready; \
+        while :; do sleep 0.05; done";
+    let job = Job::start(&mut script(2, &[], program));
+    job.lines(2);
+    job.signal(Signal::USR1);
+    assert_eq!(job.lines(2).iter().filter(|line| line.ends_with("] heard one")).count(), 2);
+    job.signal(Signal::USR2);
+    let finished = job.finish();
+    assert_eq!(finished.code(), 0, "{}", finished.stderr);
+    assert_eq!(finished.stdout.iter().filter(|line| line.ends_with("] heard two")).count(), 2, "{finished:?}");
+
+    let job = Job::start(&mut script(2, &[], "echo ready; while :; do sleep 0.05; done"));
+    job.lines(2);
+    job.signal(Signal::USR1);
+    let finished = job.finish();
+    assert_eq!(finished.code(), 138, "{}", finished.stderr);
+    assert!(finished.stderr.contains("was killed by SIGUSR1"), "{}", finished.stderr);
+    assert!(finished.stderr.contains("passes SIGUSR1 and SIGUSR2 on to all ranks"), "{}", finished.stderr);
 }
 
 #[test]

@@ -379,7 +379,13 @@ impl Sum {
     /// Writes `sum / divisor` as `dtype`.
     pub(crate) fn write(&self, dtype: DType, divisor: f64, out: &mut [u8]) {
         match self {
-            Sum::F64(sum) => fill(out, sum, |s| f64::to_ne_bytes(s / divisor)),
+            Sum::F64(sum) => match dtype {
+                DType::F64 => fill(out, sum, |s| f64::to_ne_bytes(s / divisor)),
+                DType::F32 => fill(out, sum, |s| ((s / divisor) as f32).to_ne_bytes()),
+                DType::F16 => fill(out, sum, |s| f16::from_f64(s / divisor).to_ne_bytes()),
+                DType::BF16 => fill(out, sum, |s| bf16::from_f64(s / divisor).to_ne_bytes()),
+                other => unreachable!("gradients are floats, got {other}"),
+            },
             Sum::F32(sum) => {
                 let d = divisor as f32;
                 match dtype {
@@ -422,6 +428,17 @@ mod tests {
         let mut out = [0u8; 2];
         sum.write(DType::BF16, 1.0, &mut out);
         assert_eq!(bf16::from_ne_bytes(out).to_f32(), 1.015625);
+    }
+
+    #[test]
+    fn sums_are_written_in_every_type() {
+        for sum in [Sum::F64(vec![3.0, -1.0]), Sum::F32(vec![3.0, -1.0])] {
+            let (mut f16s, mut bf16s) = ([0; 4], [0; 4]);
+            sum.write(DType::F16, 2.0, &mut f16s);
+            sum.write(DType::BF16, 2.0, &mut bf16s);
+            assert_eq!(bytemuck::cast::<[u8; 4], [u16; 2]>(f16s).map(f16::from_bits).map(f16::to_f32), [1.5, -0.5]);
+            assert_eq!(bytemuck::cast::<[u8; 4], [u16; 2]>(bf16s).map(bf16::from_bits).map(bf16::to_f32), [1.5, -0.5]);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Gradients that are not finite: overflows of a half, or a training that diverges.
 
+use super::accumulation::GradientReduction;
 use super::communication_worker::{Done, Finished, Job, Worker};
 use super::reducer::Reducer;
 use crate::telemetry::step_meter::Communication;
@@ -34,6 +35,11 @@ impl<T> Reducer<T> {
     pub(crate) fn note_sharded_not_finite(&mut self, slot: usize, leaf: usize) {
         let first = self.sharded_not_finite.map_or((slot, leaf), |known| known.min((slot, leaf)));
         self.sharded_not_finite = Some(first);
+    }
+
+    /// True if a sum of gradients that are finite may be out of the range of the type in which it travels.
+    pub(crate) fn sums_in_half(&self) -> bool {
+        self.settings.reduction == GradientReduction::Sum && self.settings.reduce.is_some()
     }
 
     /// True if an average of the step that [`finish`](Self::finish) has reduced is not finite, as its flags say. Where

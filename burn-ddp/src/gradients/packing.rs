@@ -27,6 +27,33 @@ pub(crate) fn pack(dtype: DType, gradient: &[u8], travels: DType, out: &mut [u8]
 
 /// True if all elements are finite.
 pub(crate) fn is_finite(dtype: DType, elements: &[u8]) -> bool {
+    // A sum of numbers that are not finite is not finite; that of others may be out of range, too.
+    let sum = match dtype {
+        DType::F32 => sum_of::<f32>(elements).is_finite(),
+        DType::F64 => sum_of::<f64>(elements).is_finite(),
+        _ => false,
+    };
+    sum || each_is_finite(dtype, elements)
+}
+
+/// Sum in the order in which vector instructions are fastest.
+fn sum_of<T: bytemuck::AnyBitPattern + Default + std::ops::AddAssign>(elements: &[u8]) -> T {
+    const LANES: usize = 32;
+    let mut sums = [T::default(); LANES];
+    let chunks = elements.chunks_exact(LANES * size_of::<T>());
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (sum, x) in sums.iter_mut().zip(chunk.chunks_exact(size_of::<T>())) {
+            *sum += bytemuck::pod_read_unaligned(x);
+        }
+    }
+    let mut total = T::default();
+    rest.chunks_exact(size_of::<T>()).for_each(|x| total += bytemuck::pod_read_unaligned(x));
+    sums.into_iter().for_each(|sum| total += sum);
+    total
+}
+
+fn each_is_finite(dtype: DType, elements: &[u8]) -> bool {
     // An exponent of ones, and no other, carries into the sign.
     macro_rules! no_carry {
         ($bits:ty, $exponent:expr, $one:expr) => {
@@ -95,6 +122,12 @@ mod tests {
                 assert_eq!(out[at].to_bits(), bad.to_bits());
             }
         }
+    }
+
+    #[test]
+    fn a_sum_out_of_range_is_of_finite_numbers() {
+        assert!(is_finite(DType::F32, bytemuck::cast_slice(&[f32::MAX; 200])));
+        assert!(is_finite(DType::F64, bytemuck::cast_slice(&[f64::MIN; 200])));
     }
 
     #[test]

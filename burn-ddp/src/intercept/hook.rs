@@ -135,7 +135,7 @@ impl WrappedModel {
         gradient: FloatTensor<B>,
     ) -> Result<()> {
         state.slots[slot].done = true;
-        let gradient = match state.loss_scale.of_call {
+        let gradient = match state.loss_scale {
             // A power of two, so no bit changes unless the gradient is subnormal.
             Some(scale) if scale != 1.0 => B::float_mul_scalar(gradient, Scalar::Float(1.0 / scale)),
             _ => gradient,

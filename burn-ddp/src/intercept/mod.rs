@@ -2,7 +2,7 @@
 //!
 //! | step | file |
 //! |---|---|
-//! | a call of the door | `scope` (read it first), `step` (of each model), `trained` (models of a call, and their averages) |
+//! | a call of the door | `scope` (read it first), `step` (of each model), `overflow_verdict`, `trained` (models of a call, and their averages) |
 //! | a parameter is read | `parameter_tap`, `tap_handle`, `autodiff_nodes` (what goes into the graph), `parameter_read`, `hook_depth` |
 //! | its gradient comes | `hook` |
 //! | state | `wrapped_model_setup`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
@@ -19,6 +19,7 @@ mod hook_depth;
 mod identical_data_check;
 mod model_state;
 mod model_walk;
+mod overflow_verdict;
 mod parameter_read;
 mod parameter_tap;
 mod replica_checks;

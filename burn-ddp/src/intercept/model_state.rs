@@ -10,6 +10,7 @@ use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::hook_depth::Ladder;
 use super::identical_data_check::SameGradients;
+use super::overflow_verdict::Verdict;
 use super::shadow_collectives;
 use super::shard::ShardedGradients;
 use super::synced_statistics::SyncedStatistics;
@@ -27,6 +28,9 @@ use crate::telemetry::step_meter::Meter;
 pub(super) trait ModelState: Any + Send {
     /// Number of reductions so far.
     fn steps(&self) -> u64;
+
+    /// Number of reductions so far without averages, since they were not finite.
+    fn skipped(&self) -> u64;
 
     /// Opens the state for a call. Returns false if one is open.
     fn open(&mut self) -> bool;
@@ -49,11 +53,12 @@ pub(super) trait ModelState: Any + Send {
     /// The scale for the next loss, if the model has one.
     fn loss_scale(&mut self) -> Option<&mut LossScale>;
 
-    /// True if the step that has ended has scaled losses and an average that is not finite.
-    fn overflowed(&self) -> bool;
+    /// The first gradient that is not finite, as far as it is known, if the step that has ended has scaled losses and
+    /// an average that is not finite.
+    fn overflow(&self) -> Option<Culprit>;
 
     /// See [`State::end_scaled_step`].
-    fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()>;
+    fn end_scaled_step(&mut self, model: &WrappedModel, verdict: &Verdict) -> Result<()>;
 
     /// See [`State::abandon_step`].
     fn abandon(&mut self, alike: bool);
@@ -131,13 +136,16 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) same_gradients: SameGradients,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) scaler: Option<LossScaler>,
-    pub(super) loss_scale: Scales,
+    /// Scale of the loss of the running call, if it is scaled.
+    pub(super) loss_scale: Option<f64>,
     /// Set by a step with scaled losses that has an average that is not finite: the first such gradient.
     pub(super) overflow: Option<Culprit>,
     /// True if an average that is not finite is an error.
     pub(super) finite: bool,
     /// True if the user was told of one.
     pub(super) told_not_finite: bool,
+    /// Steps that were skipped.
+    pub(super) skipped: u64,
     /// Number of the batch of the last backward; 0 if there is none.
     pub(super) last_batch: u64,
     /// Number of the batch of a backward that was given up since.
@@ -151,17 +159,8 @@ pub(super) struct State<B: GradientMemory> {
 pub(super) enum Begin<'a> {
     /// A micro-batch, which `holds` its gradients or not; its loss has a scale if it is scaled.
     MicroBatch { batch: &'a Batch, holds: bool, loss_scale: Option<f64> },
-    /// A reduction of what is held.
-    Flush,
-}
-
-/// Scales of losses, if they are scaled.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Scales {
-    /// That of the running call.
-    pub(super) of_call: Option<f64>,
-    /// That of the last call of the running step that had one.
-    pub(super) of_step: Option<f64>,
+    /// A reduction of what is held, with the scale that a loss would have.
+    Flush { loss_scale: Option<f64> },
 }
 
 /// State of a slot in the running backward.
@@ -199,7 +198,7 @@ impl<B: GradientMemory> State<B> {
             slots: slots.iter().map(|_| SlotState::default()).collect(),
             sharded: ShardedGradients::new(slots.len(), settings),
             scaler: settings.scaling.map(LossScaler::new),
-            loss_scale: Scales::default(),
+            loss_scale: None,
             overflow: None,
             finite: settings.finite,
             told_not_finite: false,
@@ -209,6 +208,7 @@ impl<B: GradientMemory> State<B> {
             warned_rounding: false,
             same_gradients: SameGradients::new(&slots),
             statistics,
+            skipped: 0,
             last_batch: 0,
             given_up: None,
             epoch: None,
@@ -235,6 +235,10 @@ impl<B: GradientMemory> State<B> {
 impl<B: GradientMemory> ModelState for State<B> {
     fn steps(&self) -> u64 {
         self.reducer.step()
+    }
+
+    fn skipped(&self) -> u64 {
+        self.skipped
     }
 
     fn open(&mut self) -> bool {
@@ -265,12 +269,12 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.scaler.as_mut().map(|scaler| &mut scaler.state)
     }
 
-    fn overflowed(&self) -> bool {
-        self.overflow.is_some()
+    fn overflow(&self) -> Option<Culprit> {
+        self.overflow
     }
 
-    fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()> {
-        self.end_scaled_step(model, skips)
+    fn end_scaled_step(&mut self, model: &WrappedModel, verdict: &Verdict) -> Result<()> {
+        self.end_scaled_step(model, verdict)
     }
 
     fn abandon(&mut self, alike: bool) {

@@ -10,6 +10,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use super::hook_depth::{AutodiffTensor, scalar, untracked};
+use super::overflow_verdict::Verdict;
 use super::wrapped_model::WrappedModel;
 use crate::agreement::tell_peers;
 use crate::ddp::Ddp;
@@ -84,7 +85,7 @@ pub(crate) fn run<R, P>(
     models.sort_by_key(|model| model.id);
     let outcome = (|| {
         let batch = ddp.state().begin_backward(call.items)?;
-        let loss_scale = models.iter().filter_map(|model| model.loss_scale()).reduce(f64::min);
+        let loss_scale = loss_scale(&models);
         let mut steps = Steps::begin(&models, |model| model.begin_step(&batch, call, loss_scale))?;
         let open = Open {
             models: Some(models.clone()),
@@ -116,8 +117,14 @@ pub(crate) fn run<R, P>(
 /// Reduces the gradients that the ranks hold for `models`. Returns true if the averages are there. *Collective*.
 pub(crate) fn reduce_held(ddp: &Ddp, mut models: Vec<Arc<WrappedModel>>) -> Result<bool> {
     models.sort_by_key(|model| model.id);
-    let outcome = Steps::begin(&models, WrappedModel::begin_flush).and_then(|mut steps| steps.reduce());
+    let loss_scale = loss_scale(&models);
+    let outcome = Steps::begin(&models, |model| model.begin_flush(loss_scale)).and_then(|mut steps| steps.reduce());
     outcome.map_err(|error| refused(ddp, error))
+}
+
+/// The smallest loss scale of the models of a call, if they have some.
+fn loss_scale(models: &[Arc<WrappedModel>]) -> Option<f64> {
+    models.iter().filter_map(|model| model.loss_scale()).reduce(f64::min)
 }
 
 /// Runs `f`, a forward without a backward, with errors of its collectives returned instead of panics.
@@ -169,14 +176,16 @@ impl<'a> Steps<'a> {
             self.fails_alike = error.job_usable();
             return Err(error);
         }
-        self.begun.iter().for_each(|model| model.keep_statistics(reduced));
-        let skips = self.begun.iter().any(|model| model.overflowed());
-        if reduced {
-            let ended = self.begun.iter().map(|model| model.end_scaled_step(skips)).fold(Ok(()), Result::and);
+        let mut verdict = Verdict::default();
+        self.begun.iter().for_each(|model| model.add_to(&mut verdict));
+        if let Some(model) = self.begun.first().filter(|_| reduced) {
+            model.ddp.state().meter.skipped(verdict.skips());
+            let ended = self.begun.iter().map(|model| model.end_scaled_step(&verdict)).fold(Ok(()), Result::and);
             ended.inspect_err(|error| self.fails_alike = error.job_usable())?;
         }
+        self.begun.iter().for_each(|model| model.keep_statistics(reduced));
         self.ended = true;
-        Ok(reduced && !skips)
+        Ok(reduced && !verdict.skips())
     }
 }
 

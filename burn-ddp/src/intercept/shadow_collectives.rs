@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::model_state::State;
+use super::overflow_verdict::Verdict;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::agreement::tell_peers;
@@ -38,10 +39,15 @@ fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Resu
     let step = state.reducer.step();
     let given = state.reducer.shadow(piggyback)?;
     if given {
+        state.loss_scale = state.scaler.as_ref().map(|scaler| scaler.state.scale);
         state.look_for_overflow(model, step)?;
         state.reducer.end_step()?;
-        let skips = state.overflow.is_some();
-        state.end_scaled_step(model, skips)?;
+        let mut verdict = Verdict::default();
+        if let Some(culprit) = state.overflow {
+            verdict.add(model.overflow_of(culprit), state.scaler.is_some());
+        }
+        model.ddp.state().meter.skipped(verdict.skips());
+        state.end_scaled_step(model, &verdict)?;
     }
     model.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
     Ok(given)

@@ -3,12 +3,14 @@
 
 use std::sync::atomic::Ordering;
 
-use super::model_state::{Begin, ModelState, Scales, State};
+use super::model_state::{Begin, ModelState, State};
+use super::overflow_verdict::{Overflow, Verdict};
 use super::scope::Call;
+use super::shard::ShardGroup;
 use super::wrapped_model::WrappedModel;
 use crate::batch_weight::Batch;
 use crate::gradients::{Boundary, Culprit, GradientMemory, Outcome, Piggyback, first_not_finite};
-use crate::loss_scaling::LossScale;
+use crate::loss_scaling::{LossScale, LossScaler};
 use crate::{Error, Result};
 
 /// Calls that break the promise of logical ranks, and what to do instead.
@@ -50,8 +52,8 @@ impl WrappedModel {
     }
 
     /// Begins a step that adds nothing to the gradients that are held, and reduces them.
-    pub(super) fn begin_flush(&self) -> Result<bool> {
-        self.lock().begin(self, Begin::Flush)
+    pub(super) fn begin_flush(&self, loss_scale: Option<f64>) -> Result<bool> {
+        self.lock().begin(self, Begin::Flush { loss_scale })
     }
 
     /// Refuses a backward that has not reached the model.
@@ -109,14 +111,9 @@ impl WrappedModel {
         }
     }
 
-    /// True if the step that has ended has scaled losses and an average that is not finite.
-    pub(super) fn overflowed(&self) -> bool {
-        self.lock().overflowed()
-    }
-
     /// See [`State::end_scaled_step`].
-    pub(super) fn end_scaled_step(&self, skips: bool) -> Result<()> {
-        self.lock().end_scaled_step(self, skips)
+    pub(super) fn end_scaled_step(&self, verdict: &Verdict) -> Result<()> {
+        self.lock().end_scaled_step(self, verdict)
     }
 
     /// A gradient that is not finite, in words.
@@ -129,6 +126,20 @@ impl WrappedModel {
             Some(rank) => format!("the gradient of {path} is not finite on rank {rank}"),
             None => format!("the average gradient of {path} is not finite"),
         }
+    }
+
+    /// Adds the overflow of this model to the verdict over its call.
+    pub(super) fn add_to(&self, verdict: &mut Verdict) {
+        let overflow = self.lock().overflow();
+        if let Some(culprit) = overflow {
+            verdict.add(self.overflow_of(culprit), self.loss_scale().is_some());
+        }
+    }
+
+    /// The overflow that a gradient causes.
+    pub(super) fn overflow_of(&self, culprit: Culprit) -> Overflow {
+        let parameter = culprit.slot.map(|slot| self.slots[slot].path.clone());
+        Overflow { rank: culprit.rank, parameter, words: self.spoken_culprit(culprit, self.leaves().is_some()) }
     }
 
     fn not_finite(&self, Culprit { rank, slot, .. }: Culprit, reason: String) -> Error {
@@ -166,8 +177,9 @@ impl<B: GradientMemory> State<B> {
         model.ddp.world().set_step(self.reducer.step());
         model.measure_movements(self)?;
         let skips = model.ddp.state().skips();
-        self.loss_scale.of_call = None;
-        let Begin::MicroBatch { batch, holds, loss_scale } = begin else {
+        let (Begin::MicroBatch { loss_scale, .. } | Begin::Flush { loss_scale }) = begin;
+        self.loss_scale = loss_scale;
+        let Begin::MicroBatch { batch, holds, .. } = begin else {
             model.refuse_inexact(self.run.is_some_and(|_| self.reducer.holds_gradients()), FLUSH)?;
             self.reducer.begin_flush(skips)?;
             return Ok(true);
@@ -216,7 +228,6 @@ impl<B: GradientMemory> State<B> {
             None => (batch.items, None),
         };
         self.reducer.begin(weight, leaf, boundary, skips)?;
-        self.loss_scale = Scales { of_call: loss_scale, of_step: loss_scale.or(self.loss_scale.of_step) };
         Ok(self.reducer.micro_batch().reducing)
     }
 
@@ -287,18 +298,20 @@ impl<B: GradientMemory> State<B> {
     ///
     /// On all ranks, if such an average is an error.
     pub(super) fn look_for_overflow(&mut self, model: &WrappedModel, step: u64) -> Result<()> {
-        let scaled = self.scaler.is_some() || self.loss_scale.of_step.is_some();
+        // All ranks reduce in calls of the same models, whatever calls have only added up.
+        let scaled = self.loss_scale.is_some();
         let mut any = self.reducer.is_not_finite(scaled)?;
-        // A rank sees its rows alone there.
-        if let Some(shards) = model.shards().filter(|shards| scaled && shards.reach::<B>(&self.device)) {
+        // A rank sees its rows alone there. A mean is in the range of its gradients, whose flags tell.
+        let sums_in_half = self.reducer.sums_in_half() && (scaled || self.finite);
+        let asks = |shards: &&ShardGroup| sums_in_half || scaled && shards.reach::<B>(&self.device);
+        if let Some(shards) = model.shards().filter(asks) {
             let own = first_not_finite::<B>(self.sharded.averages()).map_err(|e| model.fault(e))?;
             any |= shards.numbers(&[f64::from(u8::from(own.is_some()))])?.iter().any(|own| *own > 0.0);
         }
         if !any {
             return Ok(());
         }
-        let scale = self.loss_scale.of_step;
-        if scaled && self.scaler.as_ref().is_none_or(|scaler| scaler.can_fall(scale)) {
+        if scaled && self.scaler.as_ref().is_some_and(LossScaler::can_fall) {
             self.overflow = Some(Culprit::default());
             return Ok(());
         }
@@ -324,35 +337,37 @@ impl<B: GradientMemory> State<B> {
         Ok(())
     }
 
-    /// Ends a step that has reduced: if its losses are scaled and the call `skips` it on all ranks, without averages
-    /// and with a smaller scale.
+    /// Ends a step that has reduced: without averages if the call skips it on all ranks.
     ///
     /// # Errors
     ///
     /// On all ranks, if the scale is below its bound.
-    pub(super) fn end_scaled_step(&mut self, model: &WrappedModel, skips: bool) -> Result<()> {
-        let (overflow, of_step) = (self.overflow.take(), std::mem::take(&mut self.loss_scale).of_step);
-        if skips {
+    pub(super) fn end_scaled_step(&mut self, model: &WrappedModel, verdict: &Verdict) -> Result<()> {
+        let (overflow, used) = (self.overflow.take(), self.loss_scale.take());
+        if verdict.skips() {
+            self.skipped += 1;
             self.forget_averages();
         }
-        let Some(scaler) = &mut self.scaler else { return Ok(()) };
-        let before = scaler.state.scale;
-        let used = of_step.unwrap_or(before);
-        let is_enough = match skips {
-            true => scaler.overflows(used),
-            false => scaler.fits(used),
+        let Some(scaler) = &mut self.scaler else {
+            model.ddp.state().meter.scaled(None);
+            return Ok(());
         };
+        let before = scaler.state.scale;
+        if verdict.lowers_scale(overflow.is_some()) {
+            scaler.overflows();
+        } else if !verdict.skips() {
+            scaler.fits(used.unwrap_or(before));
+        }
         let scale = scaler.state.scale;
-        model.ddp.state().meter.scaled(scale, skips);
-        if !is_enough {
-            let culprit = overflow.unwrap_or_default();
-            let what = model.spoken_culprit(culprit, self.run.is_some());
+        model.ddp.state().meter.scaled(Some(scale));
+        if !scaler.is_enough() {
+            let Overflow { rank, parameter, words } = verdict.blamed();
             let reason = format!(
-                "the loss scale has fallen to {scale}, below `min_loss_scale`: {what}, whatever the scale. The \
+                "the loss scale has fallen to {scale}, below `min_loss_scale`: {words}, whatever the scale. The \
                 training diverges, or a layer overflows in f16 without any scale: look there, train in bf16, or name \
                 the layer in `WrapConfig::with_full_precision`"
             );
-            return Err(model.not_finite(culprit, reason));
+            return Err(Error::NotFinite { rank, parameter, reason });
         }
         if model.ddp.is_main() && scale < before {
             tracing::info!(
@@ -397,7 +412,7 @@ impl<B: GradientMemory> State<B> {
         self.end();
         self.forget_averages();
         self.overflow = None;
-        self.loss_scale = Scales::default();
+        self.loss_scale = None;
         if let Some(statistics) = &mut self.statistics {
             statistics.restore_step();
         }

@@ -428,6 +428,11 @@ impl WrappedModel {
         self.lock().steps()
     }
 
+    /// Number of steps so far that all ranks have skipped.
+    pub(crate) fn skipped(&self) -> u64 {
+        self.lock().skipped()
+    }
+
     /// Drops gradients of micro-batches that were not reduced yet.
     pub(crate) fn discard(&self) {
         self.lock().discard();

@@ -71,7 +71,7 @@ pub struct Stats {
     /// Number of [comparisons](crate::WrapConfig::with_replica_check) in which parameters of the ranks differed by
     /// rounding.
     pub rounded: u64,
-    /// Number of steps that all ranks skipped because gradients overflowed with the
+    /// Number of calls that all ranks skipped because gradients overflowed with the
     /// [loss scale](crate::WrapConfig::with_loss_scaling).
     pub skipped: u64,
 }

@@ -145,11 +145,14 @@ impl Meter {
         }
     }
 
-    /// Records the loss scale after a step, which was `skipped` or not.
-    pub(crate) fn scaled(&self, loss_scale: f64, skipped: bool) {
-        let mut counts = self.counts();
-        counts.loss_scale = Some(loss_scale);
-        counts.total.skipped += u64::from(skipped);
+    /// Records the loss scale of a model after a step, if it has one.
+    pub(crate) fn scaled(&self, loss_scale: Option<f64>) {
+        self.counts().loss_scale = loss_scale;
+    }
+
+    /// Counts a call that reduced, if it was `skipped`.
+    pub(crate) fn skipped(&self, skipped: bool) {
+        self.counts().total.skipped += u64::from(skipped);
     }
 
     /// The loss scale of the model that ended a step last, if it has one.

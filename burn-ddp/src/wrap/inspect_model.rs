@@ -3,13 +3,14 @@
 use std::collections::HashSet;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use super::{WrapConfig, local_parameters, read_types};
 use crate::gradients::OwnRun;
 use crate::intercept::{MAX_DIMS, TAP_NAME, find};
 use crate::model::running_stats;
 use crate::model::schema::Schema;
+use crate::precision::Precision;
 use crate::{Error, Result};
 
 /// Description of one rank's model.
@@ -59,16 +60,32 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig, run: Option<Own
         local_parameters::refuse_accumulation(&by, local)?;
     }
     let (is_buffer, bases) = (running_stats::which(model), floats.bases);
-    let halves = read_types::halves(config, &device, &schema, &is_buffer, &is_local, &bases)?;
+    let halves = read_types::halves(config, &device, &schema, &is_buffer, (&first_clone, &is_local), &bases)?;
     refuse_scaled(config, &schema, &is_local)?;
     Ok(Inspected { device, schema, first_clone, is_buffer, is_local, halves, bases })
 }
 
-/// Refuses a loss scale that the gradients of local parameters, which are this rank's own, would keep.
+/// Refuses a loss scale that gradients would keep, or for which they have no room.
 fn refuse_scaled(config: &WrapConfig, schema: &Schema, is_local: &[bool]) -> Result<()> {
-    let trained = schema.entries.iter().zip(is_local).find(|(entry, is_local)| **is_local && entry.trainable);
-    match (config.scaling(), trained) {
-        (Some(_), Some((entry, _))) => Err(Error::invalid(format!(
+    if config.scaling().is_none() {
+        return Ok(());
+    }
+    let mut trained = schema.entries.iter().enumerate().filter(|(_, entry)| entry.trainable);
+    if let Some((_, entry)) = trained.clone().find(|(nth, _)| schema.dtypes[*nth] == DType::F16) {
+        return Err(Error::invalid(format!(
+            "a loss scale keeps small gradients in f32 parameters, and {} is f16 itself: make the model in f32, and \
+            let it compute in f16 by `with_compute_dtype`",
+            entry.path
+        )));
+    }
+    if config.reduce_dtype == Precision::F16 {
+        return Err(Error::invalid(
+            "gradients that travel in f16 lose what the loss scale keeps: leave out `with_reduce_dtype`, or reduce in \
+            bf16",
+        ));
+    }
+    match trained.find(|(nth, _)| is_local[*nth]) {
+        Some((_, entry)) => Err(Error::invalid(format!(
             "a loss scale with a local parameter that is trained ({}) is not possible: train in bf16, or move local \
             parameters to a model of their own",
             entry.path

@@ -118,13 +118,16 @@ impl WrapConfig {
     ///
     /// [`Ddp::backward`](crate::Ddp::backward) multiplies the loss by the scale and divides the gradients by it, so
     /// that averages, clipping and optimizers see none of it. If the average of a parameter is not finite, it returns
-    /// `None` on all ranks, and the scale becomes smaller: the program makes no optimizer step. This costs no message:
-    /// the verdict is in what ranks send anyway. On NCCL one byte is read back from the device in each step. Running
-    /// statistics keep what a skipped step has changed, as in torch.
+    /// `None` on all ranks, and the scale becomes smaller: the program makes no optimizer step. Running statistics keep
+    /// what a skipped step has changed, as in torch.
+    ///
+    /// The verdict travels with the gradients. Where they stay on their device (NCCL, and a world of 1), each step
+    /// reads a byte for each parameter back; sharded parameters on their device take a small gather more.
     ///
     /// A call with several models takes the smallest of their scales, and is skipped for all of them. The scale is
-    /// saved in checkpoints with the model. [`Stats::skipped`](crate::Stats::skipped) counts skipped steps. A scale
-    /// below `min_loss_scale` is an error on all ranks that names a gradient that is not finite.
+    /// saved in checkpoints with the model: load them after `wrap`. [`Stats::skipped`](crate::Stats::skipped) counts
+    /// skipped steps. A scale below `min_loss_scale` is an error on all ranks, with a gradient that is not finite.
+    /// Parameters that are trained must be f32 (or bf16), and not local.
     ///
     /// # Example
     ///

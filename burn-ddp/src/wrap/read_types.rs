@@ -12,7 +12,7 @@ use crate::precision::Precision;
 use crate::{Error, Result};
 
 /// Paths of the parameters that are read in half precision; none without mixed precision. `is_buffer` has a flag for
-/// each float of the schema, `is_local` for each entry; `bases` are read by another reparameterization.
+/// each float of the schema, `first_clone` and `is_local` are by entry; `bases` are read by another reparameterization.
 ///
 /// # Errors
 ///
@@ -22,11 +22,19 @@ pub(super) fn halves(
     device: &Device,
     schema: &Schema,
     is_buffer: &[bool],
-    is_local: &[bool],
+    (first_clone, is_local): (&[usize], &[bool]),
     bases: &HashSet<String>,
 ) -> Result<HashSet<String>> {
     let paths = schema.paths();
     let is_full = select("name in `with_full_precision`", &config.full_precision, &paths)?;
+    if let Some((entry, &first)) =
+        first_clone.iter().enumerate().find(|(entry, first)| is_full[*entry] != is_full[**first])
+    {
+        return Err(Error::invalid(format!(
+            "{} and {} are the same parameter, and `with_full_precision` names one of them: name both, or none",
+            paths[first], paths[entry]
+        )));
+    }
     let precision = config.compute_dtype;
     if precision == Precision::F32 {
         return Ok(HashSet::new());

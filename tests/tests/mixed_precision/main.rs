@@ -201,6 +201,42 @@ fn halves_move_half_the_bytes() {
     assert_eq!(2 * both[1], whole[1]);
 }
 
+/// Gradients of any type travel in a half.
+#[test]
+fn f64_travels_in_a_half_and_comes_back() {
+    for sharding in [Sharding::Off, Sharding::Parameters] {
+        for micro_batches in [1, 2] {
+            let averages = Ddp::spawn(2, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let config = WrapConfig::new()
+                    .with_reduce_dtype(Precision::F16)
+                    .with_accumulation(micro_batches)
+                    .with_sharding(sharding)
+                    .with_sharding_above(1);
+                let model: burn::nn::Linear = burn::nn::LinearConfig::new(2, 3).with_bias(false).init(&device);
+                let model = ddp.wrap_with(burn_ddp_tests::to_f64(model), &config)?;
+                ddp.optimizer(SgdConfig::new().init(), &model)?;
+                let mut grads = None;
+                for _ in 0..micro_batches {
+                    let x =
+                        Tensor::<2>::from_data([[1.0, 1.0 / 3.0]], (&device, DType::F64)) * (1 + 2 * ddp.rank()) as f64;
+                    grads = ddp.backward(&model.forward(x).sum(), &model)?;
+                }
+                let average = grads.expect("a step").get::<2>(model.weight.id).expect("averaged");
+                assert_eq!(average.dtype(), DType::F64);
+                Ok(average.into_data().try_to_vec::<f64>().unwrap())
+            })
+            .unwrap();
+            let all: Vec<f64> = match sharding {
+                Sharding::Off => averages[0].clone(),
+                Sharding::Parameters => averages.concat(),
+            };
+            assert_eq!(&all[..3], [2.0; 3], "{sharding:?} {micro_batches}");
+            assert!(all[3..].iter().all(|x| (x - 2.0 / 3.0).abs() < 1e-3), "{all:?}");
+        }
+    }
+}
+
 /// Averages in a half: rounded once, from sums in f32.
 #[test]
 fn sums_of_halves_are_added_in_f32() {

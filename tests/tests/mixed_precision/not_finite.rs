@@ -1,6 +1,6 @@
 //! Averages that are not finite, without a loss scale.
 
-use burn::nn::LinearConfig;
+use burn::nn::{Linear, LinearConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::Precision;
@@ -82,12 +82,19 @@ fn an_average_may_be_infinite_though_no_gradient_is() {
             .with_reduction(burn_ddp::GradientReduction::Sum)
             .with_reduce_dtype(Precision::F16)
             .with_finite_gradients(true);
-        let model = ddp.wrap_with(LinearConfig::new(2, 1).with_bias(false).init(&device), &config)?;
-        let x = Tensor::<2>::full([1, 2], 6e4, &device);
-        Ok(ddp.backward(&model.forward(x).sum(), &model).unwrap_err().to_string())
+        let linear = || LinearConfig::new(2, 1).with_bias(false).init(&device);
+        let model = ddp.wrap_with(linear(), &config)?;
+        let config = config.with_sharding(Sharding::Parameters).with_sharding_above(1);
+        let sharded = ddp.wrap_with(linear(), &config)?;
+        ddp.optimizer(burn::optim::SgdConfig::new().init(), &sharded)?;
+        // Of the sharded one only rank 0's row is out of range.
+        let x = Tensor::<2>::from_floats([[6e4, 1.0]], &device);
+        let error = |model: &Linear| ddp.backward(&model.forward(x.clone()).sum(), model).unwrap_err().to_string();
+        Ok([error(&model), error(&sharded)])
     })
     .unwrap();
-    for error in errors {
+    for [error, of_sharded] in errors {
         assert!(error.contains("the average gradient of weight is not finite"), "{error}");
+        assert!(of_sharded.contains("the average gradient of some parameter is not finite"), "{of_sharded}");
     }
 }

@@ -1,5 +1,6 @@
 //! What mixed precision refuses, and how.
 
+use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
@@ -49,6 +50,20 @@ fn names_and_settings_are_checked() {
     let local = in_half(Precision::F16).with_local_parameters(["c"]).with_full_precision(["c"]);
     let error = wrap_error(2, &local, Mlp::new);
     assert!(error.contains("a loss scale with a local parameter that is trained (c.weight)"), "{error}");
+    let error = wrap_error(2, &in_half(Precision::F16).with_reduce_dtype(Precision::F16), Mlp::new);
+    assert!(error.contains("gradients that travel in f16 lose what the loss scale keeps"), "{error}");
+    let halves = |device: &Device| Mlp::new(device).map(&mut ToF16);
+    let error = wrap_error(1, &WrapConfig::new().with_loss_scaling(LossScaling::default()), halves);
+    assert!(error.contains("a.weight is f16 itself"), "{error}");
+    let high = LossScaling { initial_scale_power: 3, min_loss_scale: 9, ..LossScaling::default() };
+    let error = wrap_error(1, &in_half(Precision::F16).with_loss_scaling(high), Mlp::new);
+    assert!(error.contains("at most the first scale, 8"), "{error}");
+    let error = refused(1, |ddp, device| {
+        let layer: Linear = LinearConfig::new(4, 4).init(device);
+        let tied = vec![layer.clone(), layer];
+        ddp.wrap_with(tied, &in_half(Precision::Bf16).with_full_precision(["1"])).unwrap_err()
+    });
+    assert!(error.contains("0.weight and 1.weight are the same parameter"), "{error}");
     let never = LossScaling { loss_scale_window: 0, ..LossScaling::default() };
     let error = wrap_error(1, &in_half(Precision::F16).with_loss_scaling(never), Mlp::new);
     assert!(error.contains("loss_scale_window counts steps"), "{error}");
@@ -63,6 +78,14 @@ fn names_and_settings_are_checked() {
     });
     assert!(error.contains("a reduce dtype of bf16 rounds the sums of logical ranks"), "{error}");
     assert!("f64".parse::<Precision>().unwrap_err().to_string().contains("none of f32, bf16, f16"));
+}
+
+struct ToF16;
+
+impl ModuleMapper for ToF16 {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| Tensor::from_inner(old.inner().cast(DType::F16)).require_grad())
+    }
 }
 
 /// A read returns the type in which the model computes; the parameter that the optimizer steps, its whole and files

@@ -54,7 +54,8 @@ Environment variables of each rank, in addition to burnrun's own:
 Stopping:
   The first rank that fails ends the job on all machines: the other ranks have up to
   3 s to end by themselves, then get SIGTERM, and SIGKILL after the grace time. Ctrl-C,
-  SIGTERM and SIGHUP are passed on to all ranks; a second Ctrl-C kills them. Processes
+  SIGTERM, SIGHUP, SIGQUIT, SIGALRM and SIGXCPU are passed on to all ranks and end the
+  job; a second Ctrl-C kills them. SIGUSR1 and SIGUSR2 are passed on alone. Processes
   that the ranks have started end with them, also if burnrun itself is killed. Ctrl-Z
   stops the ranks and burnrun until `fg`. The ranks' stdin is /dev/null, except with
   --stdio first-rank-inherits.
@@ -63,7 +64,7 @@ Exit code, the same on all machines:
   0              every rank succeeded
   the rank's     exit code of the rank that failed first; 128 + signal if a signal
                  killed it (137: SIGKILL, 139: SIGSEGV)
-  130, 143, 129  stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP
+  130, 143, 129  stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP; 128 + signal for others
   2              wrong usage
   126, 127       the program cannot be executed, or was not found
   1              the job could not be started for another reason, or a machine was lost";

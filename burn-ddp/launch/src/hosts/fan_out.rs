@@ -94,7 +94,7 @@ struct Job<'a> {
 impl FanOut {
     /// Runs the job; returns one report for all hosts, and the exit code. Blocks.
     ///
-    /// Output of the ranks goes to this process's stdout and stderr. SIGINT, SIGTERM and SIGHUP to this process are
+    /// Output of the ranks goes to this process's stdout and stderr. Signals that end a job, SIGUSR1 and SIGUSR2 are
     /// passed on to the launchers on all hosts; after a second signal, hosts that have not ended within 5 s are given
     /// up.
     ///
@@ -160,6 +160,7 @@ impl Job<'_> {
                         let _ = signals::stop_here();
                     }
                     Event::Signal(signal) => self.signalled(signal),
+                    Event::PassOn(signal) => self.send(signal),
                     _ => {}
                 }
             }

@@ -286,6 +286,7 @@ impl Supervisor {
         match event {
             Event::Exited { rank, exit, at } => self.on_exit(now, rank, exit, at),
             Event::Signal(signal) => self.on_signal(now, signal),
+            Event::PassOn(signal) => self.signal_all(signal),
             Event::Relayed(relayed) => self.relayed = Some(relayed),
             Event::Stopped { rank, signal } => self.on_rank_stopped(rank, signal),
             Event::Continued { rank } => self.on_rank_continued(rank),
@@ -425,7 +426,7 @@ impl Supervisor {
             // The late exit of a rank that was given up because it survived SIGKILL.
             Event::Exited { rank, exit, at } => self.ranks[rank].exited = Some((exit, at)),
             // The end on other machines is read again from the store when the outcome is agreed upon.
-            Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. } => {}
+            Event::Signal(_) | Event::PassOn(_) | Event::Stopped { .. } | Event::Continued { .. } => {}
             Event::Ordered { .. } | Event::Cut(_) => {}
         }
     }

@@ -250,6 +250,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
                                 Some(row) => &mut others[row * row_bytes..][ranges[slot].bytes()],
                             };
                             sum.write(bucket.dtype, 1.0, out);
+                            if !is_finite(bucket.dtype, out) {
+                                self.not_finite[slot].get_or_insert(leaf);
+                            }
                         }
                     }
                 },
