@@ -6,11 +6,10 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::prelude::*;
-use burn::tensor::DType;
 use burn::tensor::activation::relu;
 
 use super::dataset::{CLASSES, MnistBatch};
-use crate::trainer::loss_and_accuracy::recognised;
+use crate::trainer::loss_and_accuracy::{recognised, widened};
 
 /// Configuration of [`Cnn`].
 #[derive(Config, Debug)]
@@ -62,7 +61,7 @@ impl Cnn {
     /// Mean cross-entropy over the items of a batch, `[1]`.
     pub fn loss(&self, batch: MnistBatch) -> Tensor<1> {
         let device = batch.labels.device();
-        let logits = self.forward(batch.images).cast(DType::F32);
+        let logits = widened(self.forward(batch.images));
         CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels)
     }
 

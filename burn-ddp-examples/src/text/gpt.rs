@@ -10,7 +10,8 @@ use burn::nn::{
     Dropout, DropoutConfig, Embedding, EmbeddingConfig, Gelu, LayerNorm, LayerNormConfig, Linear, LinearConfig,
 };
 use burn::prelude::*;
-use burn::tensor::DType;
+
+use crate::trainer::loss_and_accuracy::widened;
 
 /// Values of a byte.
 const BYTES: usize = 256;
@@ -109,7 +110,7 @@ impl Gpt {
     /// Mean cross-entropy of the bytes `next` `[windows, len]` after `bytes` `[windows, len]`, in nats per byte, `[1]`.
     pub fn loss(&self, bytes: Tensor<2, Int>, next: Tensor<2, Int>) -> Tensor<1> {
         let ([windows, len], device) = (next.dims(), next.device());
-        let logits = self.forward(bytes).reshape([windows * len, BYTES]).cast(DType::F32);
+        let logits = widened(self.forward(bytes).reshape([windows * len, BYTES]));
         CrossEntropyLossConfig::new().init(&device).forward(logits, next.reshape([windows * len]))
     }
 

@@ -2,8 +2,17 @@
 
 use anyhow::{Context, Result};
 use burn::prelude::*;
+use burn::tensor::DType;
 use burn_ddp::data::EvalLoader;
 use burn_ddp::{Ddp, ExactSums, ReduceOp};
+
+/// `x` in f32 if it is narrower, for losses and running statistics.
+pub(crate) fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.cast(DType::F32),
+        _ => x,
+    }
+}
 
 /// Losses of this rank's steps. They stay on the device and are read together, so that no step waits for the device.
 #[derive(Debug, Default)]

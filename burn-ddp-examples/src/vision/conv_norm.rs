@@ -4,8 +4,9 @@ use burn::module::{Module, ModuleDisplay};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Initializer, PaddingConfig2d};
 use burn::prelude::*;
-use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
+
+use crate::trainer::loss_and_accuracy::widened;
 
 /// A batch normalisation, made from Burn's: over the items of one rank, or over the items of all ranks.
 pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
@@ -13,11 +14,11 @@ pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
     fn forward(&self, x: Tensor<4>) -> Tensor<4>;
 }
 
-/// In f32, since running statistics would lose updates in a half.
+/// In f32 at least, since running statistics would lose updates in a half.
 impl Norm for BatchNorm {
     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
         let dtype = x.dtype();
-        BatchNorm::forward(self, x.cast(DType::F32)).cast(dtype)
+        BatchNorm::forward(self, widened(x)).cast(dtype)
     }
 }
 

@@ -9,14 +9,13 @@ use burn::optim::SgdConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::prelude::*;
-use burn::tensor::DType;
 use burn_ddp::{Ddp, Sharding};
 use clap::Args;
 
 use super::augment::Augment;
 use super::picture::{Batch, Channels, PictureBatcher};
 use super::picture_source::{self, PictureOptions, Source};
-use crate::trainer::loss_and_accuracy::recognised;
+use crate::trainer::loss_and_accuracy::{recognised, widened};
 use crate::trainer::training_loop::{Task, Training, loaders};
 use crate::trainer::{LoopOptions, Options};
 
@@ -137,7 +136,7 @@ impl<M: Classifier> Task for Pictures<'_, M> {
     fn loss(&self, model: &M, batch: Batch, epoch: usize) -> (Tensor<1>, usize) {
         let augment = (!self.args.no_augment).then_some(Augment { seed: self.args.options.seed, epoch });
         let images = batch.images(self.args.pictures.side(), &self.channels, augment.as_ref(), &self.autodiff);
-        let logits = model.forward(self.cast(images)).cast(DType::F32);
+        let logits = widened(model.forward(self.cast(images)));
         (self.criterion.forward(logits, batch.labels(&self.autodiff)), batch.items())
     }
 

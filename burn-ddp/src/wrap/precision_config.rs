@@ -15,7 +15,7 @@ impl WrapConfig {
     /// A read of a parameter (`Param::val`) is cast to `precision` and its gradient back to f32, before it is added to
     /// another. So parameters keep updates that are smaller than a half's last bit; files, checkpoints, hashes, norms,
     /// `unwrap` and what a `ModuleMapper` sees are f32. Frozen parameters and copies (`valid()`) are cast as well; a
-    /// training forward casts each value once, however often it is read. [`master`](crate::master) returns a
+    /// training forward casts each value once, however often it is read. [`master`](fn@crate::master) returns a
     /// parameter's f32 value. [Sharded](Self::with_sharding) parameters travel in `precision` and are kept in f32.
     ///
     /// Activations follow the inputs: cast those to [`Precision::dtype`], and logits to f32 for the loss. Some layers
