@@ -12,6 +12,9 @@ use burn::prelude::*;
 use burn_ddp::prelude::*;
 use bytes_in_use::LIVE;
 
+/// Steps after which memory is looked at: the other rank may be in the middle of one of its own.
+const LOOKS: usize = 200;
+
 /// Steps of each kind of loop.
 const STEPS: usize = 100_000;
 
@@ -43,12 +46,12 @@ struct Use {
 }
 
 impl Use {
-    /// What is used now, and was used for so many steps since `before`.
-    fn since(before: Duration, steps: usize) -> Self {
+    /// What is used now, and was used for so many steps since `before`. `bytes` were in use between two of them.
+    fn since(before: Duration, steps: usize, bytes: usize) -> Self {
         let entries = |directory: &str| std::fs::read_dir(directory).map_or(0, Iterator::count);
         let step = (processor_time() - before) / steps as u32;
         let [descriptors, threads] = ["/proc/self/fd", "/proc/self/task"].map(entries);
-        Use { step, bytes: LIVE.load(Relaxed), descriptors, threads }
+        Use { step, bytes, descriptors, threads }
     }
 }
 
@@ -64,8 +67,13 @@ fn processor_time() -> Duration {
 fn tenths(steps: usize, mut step: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<[Use; 2]> {
     let mut tenth = || {
         let before = processor_time();
-        (0..steps / 10).try_for_each(|_| step())?;
-        anyhow::Ok(Use::since(before, steps / 10))
+        (LOOKS..steps / 10).try_for_each(|_| step())?;
+        let mut bytes = usize::MAX;
+        for _ in 0..LOOKS {
+            step()?;
+            bytes = bytes.min(LIVE.load(Relaxed));
+        }
+        anyhow::Ok(Use::since(before, steps / 10, bytes))
     };
     let first = tenth()?;
     (1..9).try_for_each(|_| tenth().map(drop))?;
@@ -199,7 +207,7 @@ mod trainer {
             let mut tenths = TENTHS.lock().unwrap();
             if tenths.0.is_multiple_of(TENTH) {
                 if tenths.0 > 0 {
-                    let of_tenth = Use::since(tenths.2, TENTH);
+                    let of_tenth = Use::since(tenths.2, TENTH, LIVE.load(Relaxed));
                     tenths.1.push(of_tenth);
                 }
                 tenths.2 = processor_time();

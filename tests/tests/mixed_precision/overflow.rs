@@ -149,6 +149,30 @@ fn the_scale_falls_until_it_fits_and_grows_again() {
 }
 
 #[test]
+fn tensorboard_shows_scale_and_skips() {
+    let dir = tempfile::tempdir().unwrap();
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let board = ddp.telemetry().tensorboard(dir.path())?;
+        for (precision, is_there) in [(Precision::F32, false), (Precision::F16, true)] {
+            let model = ddp.wrap_with(Mlp::new(&device).map(&mut Fill(0.0)), &in_half(precision))?;
+            ddp.backward(&loss(&model, precision, 2 * ddp.rank(), 2, &device), &model)?;
+            board.telemetry(0)?;
+            if ddp.is_main() {
+                let file = std::fs::read_dir(dir.path())?.next().expect("a file")?.path();
+                let bytes = std::fs::read(file)?;
+                for tag in ["step/loss_scale", "step/skipped"] {
+                    let found = bytes.windows(tag.len()).any(|at| at == tag.as_bytes());
+                    assert_eq!(found, is_there, "{tag}");
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_scale_below_its_bound_is_an_error_that_names_a_gradient() {
     let errors = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
