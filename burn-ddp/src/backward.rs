@@ -292,12 +292,13 @@ impl Ddp {
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
-/// # use burn_ddp::{Precision, prelude::*, scale_loss};
+/// # use burn_ddp::{LossScaling, Precision, prelude::*, scale_loss};
 /// Ddp::spawn(2, |ddp| {
 ///     let device = ddp.device()?.autodiff();
-///     let config = WrapConfig::new().with_compute_dtype(Precision::F16);
+///     let scaling = LossScaling { initial_scale_power: 10, ..LossScaling::default() };
+///     let config = WrapConfig::new().with_compute_dtype(Precision::F16).with_loss_scaling(scaling);
 ///     let model = ddp.wrap_with(LinearConfig::new(4, 1).init(&device), &config)?;
-///     let inputs = Tensor::<2>::full([8, 4], 0.5, &device).cast(Precision::F16.dtype());
+///     let inputs = Tensor::<2>::ones([8, 4], &device).cast(Precision::F16.dtype());
 ///     let loss = model.forward(inputs).cast(Precision::F32.dtype()).mean();
 ///     let (_, grads) = ddp.scope(&model, || scale_loss(&loss).backward())?;
 ///     assert!(grads.is_some());
