@@ -1,5 +1,7 @@
 //! Conversion between Burn's tensors and the arguments of collectives: element types, and elements in host memory.
 
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor, TensorData};
 use burn_ddp_comm::{DType, TensorType};
@@ -21,6 +23,11 @@ pub(crate) fn comm_dtype(dtype: BurnDType) -> Option<DType> {
         BurnDType::Bool(BoolStore::Native) => DType::Bool,
         _ => return None,
     })
+}
+
+/// `x` in this type.
+pub(crate) fn cast<B: Backend>(x: FloatTensor<B>, dtype: BurnDType) -> FloatTensor<B> {
+    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
 }
 
 /// Burn's name for a dtype of the collectives.

@@ -1,5 +1,6 @@
 //! Steps that are given up: their gradients and results are dropped.
 
+use super::not_finite::FirstNotFinite;
 use super::reducer::Reducer;
 
 impl<T> Reducer<T> {
@@ -22,7 +23,7 @@ impl<T> Reducer<T> {
         }
         self.batches.clear();
         self.store.clear();
-        self.sharded_not_finite = None;
+        self.sharded_not_finite = FirstNotFinite::default();
         self.failed = None;
         self.forget_arrivals();
     }

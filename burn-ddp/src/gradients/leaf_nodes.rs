@@ -47,6 +47,16 @@ impl<T> Nodes<T> {
         self.0.iter()
     }
 
+    /// First leaves of the sums.
+    pub(crate) fn leaves(&self) -> Vec<usize> {
+        self.0.iter().map(|(leaf, _)| *leaf).collect()
+    }
+
+    /// The sum from this leaf on.
+    pub(crate) fn sum(&self, leaf: usize) -> Option<&T> {
+        self.0.iter().find(|(at, _)| *at == leaf).map(|(_, sum)| sum)
+    }
+
     /// The sum of `leaf` as it is held alone, to add more to it; `None` if it has none yet.
     pub(crate) fn at(&mut self, leaf: usize) -> Option<&mut T> {
         self.0.iter_mut().find(|(at, _)| *at == leaf).map(|(_, sum)| sum)
@@ -105,16 +115,6 @@ impl Nodes<Sum> {
                 self.push(None, leaf, sum, Sum::plus);
             }
         }
-    }
-
-    /// First leaves of the sums.
-    pub(crate) fn leaves(&self) -> Vec<usize> {
-        self.0.iter().map(|(leaf, _)| *leaf).collect()
-    }
-
-    /// The sum from this leaf on.
-    pub(crate) fn sum(&self, leaf: usize) -> Option<&Sum> {
-        self.0.iter().find(|(at, _)| *at == leaf).map(|(_, sum)| sum)
     }
 
     /// Adds to the sum from this leaf on.

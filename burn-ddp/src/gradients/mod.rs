@@ -29,7 +29,7 @@ pub use device_loan::DeviceLoan;
 pub(crate) use leaf_nodes::{Nodes, OwnRun, Rows};
 pub(crate) use memory::shared_bytes;
 pub use memory::{GradientMemory, HostCopy};
-pub(crate) use not_finite::Culprit;
+pub(crate) use not_finite::{Culprit, FirstNotFinite};
 pub(crate) use packing::{first_not_finite, is_finite, pack};
 pub(crate) use piggyback::{Piggyback, PiggybackResult};
 pub(crate) use reducer::Reducer;

@@ -21,6 +21,28 @@ impl NotFinite {
     }
 }
 
+/// The first slot, and its leaf, with a gradient of this rank that is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct FirstNotFinite(Option<(usize, usize)>);
+
+impl FirstNotFinite {
+    /// Notes the gradient of a slot and a leaf, unless it is finite.
+    pub(crate) fn note_unless(&mut self, is_finite: bool, slot: usize, leaf: usize) {
+        if !is_finite {
+            self.join(FirstNotFinite(Some((slot, leaf))));
+        }
+    }
+
+    fn join(&mut self, other: FirstNotFinite) {
+        self.0 = self.0.into_iter().chain(other.0).min();
+    }
+
+    /// True if there is one.
+    pub(super) fn is_some(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
 /// A gradient that is not finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Culprit {
@@ -31,10 +53,9 @@ pub(crate) struct Culprit {
 }
 
 impl<T> Reducer<T> {
-    /// Notes that this rank's gradient of a sharded slot is not finite.
-    pub(crate) fn note_sharded_not_finite(&mut self, slot: usize, leaf: usize) {
-        let first = self.sharded_not_finite.map_or((slot, leaf), |known| known.min((slot, leaf)));
-        self.sharded_not_finite = Some(first);
+    /// Notes which gradient of this rank for a sharded slot is not finite, if one is.
+    pub(crate) fn note_sharded(&mut self, not_finite: FirstNotFinite) {
+        self.sharded_not_finite.join(not_finite);
     }
 
     /// True if a sum of gradients that are finite may be out of the range of the type in which it travels.
@@ -61,8 +82,9 @@ impl<T> Reducer<T> {
     /// The first gradient that is not finite, by rank. *Collective*, after [`is_not_finite`](Self::is_not_finite).
     pub(crate) fn culprit(&mut self, ranks: &[usize]) -> Result<Culprit> {
         let own = (0..self.present.len()).find_map(|slot| Some((slot, self.store.not_finite(slot)?)));
-        let own = own.into_iter().chain(self.sharded_not_finite).min();
-        let own = own.map_or([-1, -1], |(slot, leaf)| [slot as i64, leaf as i64]);
+        let mut first = self.sharded_not_finite;
+        first.join(FirstNotFinite(own));
+        let own = first.0.map_or([-1, -1], |(slot, leaf)| [slot as i64, leaf as i64]);
         self.worker.submit(Job::Digests(own.to_vec())).map_err(|e| self.fault(e))?;
         let Finished { done, time } = self.worker.next().map_err(|e| self.fault(e))?;
         self.meter.done(Communication::Other("not finite"), time);

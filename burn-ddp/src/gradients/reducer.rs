@@ -14,7 +14,7 @@ use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::communication_worker::{Done, Fault, Finished, Job, Share, StatisticsSource, Worker};
 use super::leaf_nodes::Rows;
-use super::not_finite::NotFinite;
+use super::not_finite::{FirstNotFinite, NotFinite};
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
 use super::presence_flags::{self, Flag};
 use super::reducer_settings::ReducerSettings;
@@ -52,8 +52,8 @@ pub(crate) struct Reducer<T> {
     pub(super) present: Vec<bool>,
     /// Gradients of any rank that are not finite, in the step being finished.
     pub(super) not_finite: NotFinite,
-    /// Slot and leaf of a sharded gradient of this rank that is not finite.
-    pub(super) sharded_not_finite: Option<(usize, usize)>,
+    /// Of this rank's sharded gradients.
+    pub(super) sharded_not_finite: FirstNotFinite,
     /// The reduced wake flag of the step being finished.
     pub(super) wake: bool,
     /// First error of a reduction of the step being finished.
@@ -104,7 +104,7 @@ impl<T> Reducer<T> {
             settings,
             present: vec![false; slots.len()],
             not_finite: NotFinite::default(),
-            sharded_not_finite: None,
+            sharded_not_finite: FirstNotFinite::default(),
             slots,
             sent,
             rows: settings.tree().map(Rows::new),
@@ -362,7 +362,7 @@ impl<T> Reducer<T> {
             presence_flags::set_flag(bucket.dtype, bytes, elem, Flag::of(dormant.any(|&slot| self.store.holds(slot))));
         }
         if let Some(elem) = bucket.sharded_elem() {
-            let flag = self.sharded_not_finite.map_or(Flag::Down, |_| Flag::NotFinite);
+            let flag = if self.sharded_not_finite.is_some() { Flag::NotFinite } else { Flag::Down };
             presence_flags::set_flag(bucket.dtype, bytes, elem, flag);
         }
         let loan = self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes);
@@ -383,9 +383,8 @@ impl<T> Reducer<T> {
         let share = match (&self.rows, self.batches.weight_of_mean()) {
             (None, None) => Share::Sum,
             (None, Some(items)) => Share::Mean(items),
-            (Some(rows), None) => Share::Leaves { division: rows.run.division, weights: Vec::new() },
-            (Some(rows), Some(_)) => {
-                Share::Leaves { division: rows.run.division, weights: rows.weights(self.batches.weights()) }
+            (Some(rows), _) => {
+                Share::Leaves { division: rows.run.division, weights: self.batches.current().weights_of_rows(rows) }
             }
         };
         // 16 bits of drops and skips, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.

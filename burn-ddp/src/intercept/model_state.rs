@@ -18,7 +18,8 @@ use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::batch_weight::Batch;
 use crate::gradients::{
-    Culprit, GradientMemory, HeldBatches, HeldSums, OwnRun, Reducer, ReducerSettings, Slot, Sum, is_finite, open_store,
+    Culprit, FirstNotFinite, GradientMemory, HeldBatches, HeldSums, OwnRun, Reducer, ReducerSettings, Slot, Sum,
+    is_finite, open_store,
 };
 use crate::loss_scaling::{LossScale, LossScaler};
 use crate::model::parameter_movement::Movements;
@@ -42,7 +43,7 @@ pub(super) trait ModelState: Any + Send {
     fn is_reached(&self) -> bool;
 
     /// See [`State::begin_step`].
-    fn begin(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool>;
+    fn begin(&mut self, model: &WrappedModel, batch: Option<(&Batch, bool)>, loss_scale: Option<f64>) -> Result<bool>;
 
     /// See [`State::submit_rest`].
     fn submit(&mut self, model: &WrappedModel) -> Result<()>;
@@ -154,15 +155,6 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) epoch: Option<(Track, u32)>,
 }
 
-/// What begins with a call.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Begin<'a> {
-    /// A micro-batch, which `holds` its gradients or not; its loss has a scale if it is scaled.
-    MicroBatch { batch: &'a Batch, holds: bool, loss_scale: Option<f64> },
-    /// A reduction of what is held, with the scale that a loss would have.
-    Flush { loss_scale: Option<f64> },
-}
-
 /// State of a slot in the running backward.
 pub(super) struct SlotState<B: GradientMemory> {
     /// Leaf of the parameter, of clones that of the first.
@@ -253,8 +245,8 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.reached
     }
 
-    fn begin(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool> {
-        self.begin_step(model, begin)
+    fn begin(&mut self, model: &WrappedModel, batch: Option<(&Batch, bool)>, loss_scale: Option<f64>) -> Result<bool> {
+        self.begin_step(model, batch, loss_scale)
     }
 
     fn submit(&mut self, model: &WrappedModel) -> Result<()> {
@@ -321,9 +313,9 @@ impl<B: GradientMemory> ModelState for State<B> {
     }
 
     fn add_held_sum(&mut self, slot: usize, leaf: usize, sharded: bool, sum: Sum) {
-        if sharded && !is_finite(sum.dtype(), sum.bytes()) {
-            self.reducer.note_sharded_not_finite(slot, leaf);
-        }
+        let mut not_finite = FirstNotFinite::default();
+        not_finite.note_unless(!sharded || is_finite(sum.dtype(), sum.bytes()), slot, leaf);
+        self.reducer.note_sharded(not_finite);
         // Without a tree all micro-batches are one sum.
         let leaf = if self.reducer.has_tree() { leaf } else { 0 };
         match sharded {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::model_state::{Begin, ModelState, State};
+use super::model_state::{ModelState, State};
 use super::overflow_verdict::{Overflow, Verdict};
 use super::scope::Call;
 use super::shard::ShardGroup;
@@ -40,7 +40,7 @@ impl WrappedModel {
     /// Begins the step, or the micro-batch of a step, that a call makes with `batch`, whose loss has this scale if it
     /// is scaled. Returns true if it reduces.
     pub(super) fn begin_step(&self, batch: &Batch, call: Call, loss_scale: Option<f64>) -> Result<bool> {
-        self.lock().begin(self, Begin::MicroBatch { batch, holds: call.holds, loss_scale })
+        self.lock().begin(self, Some((batch, call.holds)), loss_scale)
     }
 
     /// Refuses what breaks the promise of logical ranks, if it `is` what the call does.
@@ -53,7 +53,7 @@ impl WrappedModel {
 
     /// Begins a step that adds nothing to the gradients that are held, and reduces them.
     pub(super) fn begin_flush(&self, loss_scale: Option<f64>) -> Result<bool> {
-        self.lock().begin(self, Begin::Flush { loss_scale })
+        self.lock().begin(self, None, loss_scale)
     }
 
     /// Refuses a backward that has not reached the model.
@@ -172,14 +172,19 @@ impl WrappedModel {
 }
 
 impl<B: GradientMemory> State<B> {
-    /// See [`WrappedModel::begin_step`].
-    pub(super) fn begin_step(&mut self, model: &WrappedModel, begin: Begin<'_>) -> Result<bool> {
+    /// Begins a micro-batch, with true if it only adds up, or, without one, a reduction of what is held. The loss has
+    /// the scale, if it is scaled.
+    pub(super) fn begin_step(
+        &mut self,
+        model: &WrappedModel,
+        batch: Option<(&Batch, bool)>,
+        loss_scale: Option<f64>,
+    ) -> Result<bool> {
         model.ddp.world().set_step(self.reducer.step());
         model.measure_movements(self)?;
         let skips = model.ddp.state().skips();
-        let (Begin::MicroBatch { loss_scale, .. } | Begin::Flush { loss_scale }) = begin;
         self.loss_scale = loss_scale;
-        let Begin::MicroBatch { batch, holds, .. } = begin else {
+        let Some((batch, holds)) = batch else {
             model.refuse_inexact(self.run.is_some_and(|_| self.reducer.holds_gradients()), FLUSH)?;
             self.reducer.begin_flush(skips)?;
             return Ok(true);
@@ -247,9 +252,7 @@ impl<B: GradientMemory> State<B> {
             }
         }
         self.reducer.receive_late()?;
-        if let Some((slot, leaf)) = self.sharded.take_not_finite() {
-            self.reducer.note_sharded_not_finite(slot, leaf);
-        }
+        self.reducer.note_sharded(self.sharded.take_not_finite());
         let mut piggyback = Piggyback::default();
         if micro_batch.reducing {
             let leaf = self.reducer.own_leaf();

@@ -9,7 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::{DType, Shape, TensorData};
+use burn::tensor::{Shape, TensorData};
 use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use super::moments::{values, wide};
@@ -17,6 +17,7 @@ use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
 use crate::intercept;
+use crate::tensor_conversion::cast;
 use crate::{Error, Result};
 
 /// The batch of all ranks, by which a [`SyncBatchNorm`](super::SyncBatchNorm) normalises. Opaque: made by that layer,
@@ -233,8 +234,4 @@ impl Channels {
 fn widened<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = wide(x.dtype());
     cast::<B>(x, dtype)
-}
-
-fn cast<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
-    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
 }

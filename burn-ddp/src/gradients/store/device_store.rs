@@ -15,7 +15,7 @@ use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::leaf_nodes::{Nodes, OwnRun};
 use crate::gradients::memory::GradientMemory;
 use crate::gradients::packing::first_not_finite;
-use crate::tensor_conversion::burn_dtype;
+use crate::tensor_conversion::{burn_dtype, cast};
 
 pub(super) struct DeviceStore<B: GradientMemory> {
     slots: Arc<[Slot]>,
@@ -127,14 +127,14 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
 
     fn leaves(&self, slot: usize) -> Vec<usize> {
         match &self.gradients[slot] {
-            Some(Gradient::Sums(nodes)) => nodes.iter().map(|(leaf, _)| *leaf).collect(),
+            Some(Gradient::Sums(nodes)) => nodes.leaves(),
             _ => Vec::new(),
         }
     }
 
     fn sum(&self, slot: usize, leaf: usize) -> Result<Option<Sum>, String> {
         let Some(Gradient::Sums(nodes)) = &self.gradients[slot] else { return Ok(None) };
-        let Some((_, sum)) = nodes.iter().find(|(at, _)| *at == leaf) else { return Ok(None) };
+        let Some(sum) = nodes.sum(leaf) else { return Ok(None) };
         let dtype = self.slots[slot].dtype;
         let read = B::with_bytes(sum.clone(), |_, bytes| Sum::from_bytes(dtype, bytes));
         read.map(Some).map_err(|e| format!("reading the gradient of {}: {e}", self.slots[slot].path))
@@ -165,10 +165,10 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         let run = self.run;
         // A slot with sums has one at least: they are those of the subtrees of one rank alone, or all of leaf 0.
         let own = |dtype: DType, gradient| match gradient {
-            Gradient::Whole(gradient) => Some(as_type::<B>(gradient, dtype)),
+            Gradient::Whole(gradient) => Some(cast::<B>(gradient, dtype)),
             Gradient::Sums(nodes) => nodes.fold(run, B::float_add).into_iter().next().map(|(_, sum)| {
                 let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
-                as_type::<B>(mean, dtype)
+                cast::<B>(mean, dtype)
             }),
         };
         if !self.lends {
@@ -182,7 +182,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         for &slot in &bucket.slots {
             let dtype = burn_dtype(bucket.dtype);
             let gradient = self.gradients[slot].take().and_then(|gradient| own(dtype, gradient));
-            let gradient = gradient.unwrap_or_else(|| as_type::<B>(self.zeros(slot), dtype));
+            let gradient = gradient.unwrap_or_else(|| cast::<B>(self.zeros(slot), dtype));
             let shape = gradient.shape();
             tensors.push((gradient, shape));
         }
@@ -210,7 +210,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
             return Err(format!("the device returned {got} averages instead of {expected}"));
         }
         for (&slot, average) in bucket.slots.iter().zip(averages).filter(|(slot, _)| present[**slot]) {
-            self.averages[slot] = Some(as_type::<B>(average, burn_dtype(self.slots[slot].dtype)));
+            self.averages[slot] = Some(cast::<B>(average, burn_dtype(self.slots[slot].dtype)));
         }
         Ok(())
     }
@@ -225,10 +225,6 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
     }
 
     fn release(&mut self) {}
-}
-
-fn as_type<B: GradientMemory>(gradient: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
-    if gradient.dtype() == dtype { gradient } else { B::float_cast(gradient, dtype.into()) }
 }
 
 fn is_narrow(dtype: DType) -> bool {

@@ -17,7 +17,7 @@ use crate::gradients::leaf_nodes::{Nodes, OwnRun, Rows};
 use crate::gradients::memory::{GradientMemory, shared_bytes};
 use crate::gradients::packing::{is_finite, pack};
 use crate::gradients::readback::{HostGradient, Readback};
-use crate::tensor_conversion::{burn_dtype, comm_dtype};
+use crate::tensor_conversion::{burn_dtype, cast, comm_dtype};
 
 /// Buffers that buckets share in turn where averages are copied out of them: one is filled, one reduced, one read.
 const RING_LEN: usize = 3;
@@ -276,11 +276,8 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
             let s = &self.slots[slot];
             let shape = Shape::from(&s.dims[..]);
             let average = B::from_shared(&bytes, ranges[slot].bytes(), shape, burn_dtype(bucket.dtype), &self.device);
-            // Sums of logical ranks travel in the type in which they are added.
-            let average = match s.dtype == bucket.dtype {
-                true => average,
-                false => B::float_cast(average, burn_dtype(s.dtype).into()),
-            };
+            // It may have travelled in another type.
+            let average = cast::<B>(average, burn_dtype(s.dtype));
             if bucket.dtype.size_bytes() == 2 && !is_finite(bucket.dtype, &bytes[ranges[slot].bytes()]) {
                 self.overflow = self.overflow.or(Some(slot));
             }

@@ -9,14 +9,15 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, TensorData};
 
-use burn_ddp_comm::{DType, OwnLeaves};
+use burn_ddp_comm::OwnLeaves;
 
 use super::device_call::on_device;
 use super::shard_group::ShardGroup;
 use crate::gradients::{
-    Contribution, DeviceLoan, GradientMemory, MicroBatch, Nodes, ReducerSettings, Rows, Slot, Sum, is_finite, pack,
+    Contribution, DeviceLoan, FirstNotFinite, GradientMemory, MicroBatch, Nodes, ReducerSettings, Rows, Slot, Sum,
+    is_finite, pack,
 };
-use crate::tensor_conversion::{burn_dtype, comm_dtype};
+use crate::tensor_conversion::{burn_dtype, cast, comm_dtype};
 use crate::{Error, Result};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
@@ -25,8 +26,8 @@ pub(in crate::intercept) struct ShardedGradients<B: Backend> {
     settings: ReducerSettings,
     /// With logical ranks.
     rows: Option<Rows>,
-    /// Slot and leaf of a gradient that is not finite, as far as reading it has shown.
-    not_finite: Option<(usize, usize)>,
+    /// As far as reading gradients has shown.
+    not_finite: FirstNotFinite,
     /// Agreement of the ranks for the running backward, if it reduces and has reached a sharded parameter.
     agreement: Option<Agreement>,
 }
@@ -61,7 +62,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
             slots: (0..slots).map(state).collect(),
             settings,
             rows: settings.tree().map(Rows::new),
-            not_finite: None,
+            not_finite: FirstNotFinite::default(),
             agreement: None,
         }
     }
@@ -143,9 +144,8 @@ impl<B: GradientMemory> ShardedGradients<B> {
                     state.held.add(run, (leaf, weight), s.dtype, bytes);
                     is_finite(s.dtype, bytes)
                 });
-                if !added.map_err(|reason| unreadable(shards, slot, &reason))? {
-                    self.note_not_finite(slot, leaf);
-                }
+                let is_finite = added.map_err(|reason| unreadable(shards, slot, &reason))?;
+                self.not_finite.note_unless(is_finite, slot, leaf);
             }
         }
         match micro_batch.reducing {
@@ -177,13 +177,13 @@ impl<B: GradientMemory> ShardedGradients<B> {
             let (held, weights) = (std::mem::take(&mut state.held), micro_batch.weights_of_rows(rows));
             let own = OwnLeaves { division: rows.run.division, weights: &weights };
             let wide = self.settings.sent(s);
-            let mut finite = Ok(());
+            let not_finite = &mut self.not_finite;
             let part = shards.reduce_leaves(slot, own, |out| {
                 Rows::clear(wide.dtype, out);
                 if let Some((whole, leaf)) = whole {
                     let packed = B::with_bytes(whole, |_, bytes| pack(s.dtype, bytes, wide.dtype, out));
                     let is_finite = packed.map_err(|reason| unreadable(shards, slot, &reason))?;
-                    finite = if is_finite { Ok(()) } else { Err(leaf) };
+                    not_finite.note_unless(is_finite, slot, leaf);
                     return Ok(());
                 }
                 for (leaf, sum) in held.fold(Some(rows.run), Sum::plus) {
@@ -193,9 +193,6 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 Ok(())
             })?;
             state.average = Some(average_of_part::<B>(shards, slot, part, &wide, device));
-            if let Err(leaf) = finite {
-                self.note_not_finite(slot, leaf);
-            }
             return Ok(());
         }
         let (divisor, sent) = (micro_batch.divisor, self.settings.sent(s));
@@ -220,27 +217,24 @@ impl<B: GradientMemory> ShardedGradients<B> {
             state.average = Some(average);
             return Ok(());
         }
-        let mut finite = Ok(());
+        let not_finite = &mut self.not_finite;
         let part = shards.reduce((slot, &sent), agreed.weights.as_deref(), |out| {
             if let Some((whole, leaf)) = whole {
                 let packed = B::with_bytes(whole, |_, bytes| pack(s.dtype, bytes, sent.dtype, out));
                 let is_finite = packed.map_err(|reason| unreadable(shards, slot, &reason))?;
-                finite = if is_finite { Ok(()) } else { Err(leaf) };
+                not_finite.note_unless(is_finite, slot, leaf);
                 return Ok(());
             }
             match held {
                 Some(sum) => {
                     sum.write(sent.dtype, divisor, out);
-                    finite = if is_finite(sent.dtype, out) { Ok(()) } else { Err(0) };
+                    not_finite.note_unless(is_finite(sent.dtype, out), slot, 0);
                 }
                 None => out.fill(0),
             }
             Ok(())
         })?;
         state.average = Some(average_of_part::<B>(shards, slot, part, &sent, device));
-        if let Err(leaf) = finite {
-            self.note_not_finite(slot, leaf);
-        }
         Ok(())
     }
 
@@ -259,13 +253,9 @@ impl<B: GradientMemory> ShardedGradients<B> {
         self.slots[slot].held.add_sum(leaf, sum);
     }
 
-    fn note_not_finite(&mut self, slot: usize, leaf: usize) {
-        self.not_finite = Some(self.not_finite.map_or((slot, leaf), |known| known.min((slot, leaf))));
-    }
-
-    /// First slot, and its leaf, of a gradient that is not finite, once.
-    pub(in crate::intercept) fn take_not_finite(&mut self) -> Option<(usize, usize)> {
-        self.not_finite.take()
+    /// The first gradient that is not finite, once.
+    pub(in crate::intercept) fn take_not_finite(&mut self) -> FirstNotFinite {
+        std::mem::take(&mut self.not_finite)
     }
 
     /// The averages of this backward, by slot.
@@ -290,7 +280,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
     /// Drops gradients that were not reduced.
     pub(in crate::intercept) fn clear(&mut self) {
         self.end_backward();
-        self.not_finite = None;
+        self.not_finite = FirstNotFinite::default();
         self.slots.iter_mut().for_each(|state| state.held = Nodes::default());
     }
 }
@@ -302,12 +292,12 @@ fn reduced_on_device<B: GradientMemory>(
     weights: Option<&[f64]>,
     whole: FloatTensor<B>,
 ) -> Result<FloatTensor<B>> {
-    let whole = as_type::<B>(whole, sent.dtype);
+    let whole = cast::<B>(whole, burn_dtype(sent.dtype));
     let reduce = |loan: &mut dyn DeviceLoan| shards.reduce_on_device((slot, sent), weights, loan);
     let part = on_device::<B>(whole, Shape::from(shards.part_dims(slot)), reduce, |e| {
         shards.fault(format!("reducing the gradient of {} on its device failed: {e}", shards.slot(slot).path))
     })?;
-    Ok(as_type::<B>(part, shards.slot(slot).dtype))
+    Ok(cast::<B>(part, burn_dtype(shards.slot(slot).dtype)))
 }
 
 /// The average of this rank's part from its bytes in the type of `sent`, in the type of the parameter.
@@ -319,14 +309,7 @@ fn average_of_part<B: GradientMemory>(
     device: &B::Device,
 ) -> FloatTensor<B> {
     let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(sent.dtype));
-    as_type::<B>(B::float_from_data(data, device), shards.slot(slot).dtype)
-}
-
-fn as_type<B: GradientMemory>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
-    match comm_dtype(tensor.dtype()) == Some(dtype) {
-        true => tensor,
-        false => B::float_cast(tensor, burn_dtype(dtype).into()),
-    }
+    cast::<B>(B::float_from_data(data, device), burn_dtype(shards.slot(slot).dtype))
 }
 
 /// The error of a gradient that its device does not yield.
