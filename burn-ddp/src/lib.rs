@@ -43,6 +43,7 @@
 //! | [`nn`] | `SyncBatchNorm`: statistics over the batches of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | clipping of averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
+//! | [`Ddp::stop_requested`] | a signal stops all ranks after the same step, to save and to be started again |
 //! | [`checkpoint`] | model, optimizers, schedules and values, saved as one unit that is complete or absent |
 //! | [`data`] | each rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors; `broadcast_parameters` |
@@ -94,6 +95,7 @@ mod optimizer;
 mod precision;
 mod scalar_reductions;
 mod seed;
+mod stop;
 mod telemetry;
 mod tensor_conversion;
 #[cfg(feature = "train")]

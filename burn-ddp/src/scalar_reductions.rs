@@ -12,7 +12,7 @@ pub trait FloatScalar: Scalar {}
 
 impl Ddp {
     /// The mean of a number over all ranks, computed in `f64`. *Collective*. Every rank passes one number, all get the
-    /// same mean. Costs one step, in which a rank sends 8 bytes to each other rank.
+    /// same mean. Costs one step, in which a rank sends 16 bytes to each other rank.
     ///
     /// # Errors
     ///
@@ -30,7 +30,7 @@ impl Ddp {
     }
 
     /// The sum of a number over all ranks: floats are added in `f64`, integers exactly. *Collective*. Every rank passes
-    /// one number of the same type, all get the same sum. Costs one step, in which a rank sends 8 bytes (16 for
+    /// one number of the same type, all get the same sum. Costs one step, in which a rank sends 16 bytes (24 for
     /// integers) to each other rank.
     ///
     /// # Errors
@@ -68,8 +68,12 @@ mod sealed {
                 #[track_caller]
                 fn reduce(self, ddp: &Ddp, op: ReduceOp) -> Result<Self> {
                     ddp.state().leaves.refuse_if_exact("a mean or sum of floats over processes", EXACT)?;
-                    let mut value = [f64::from(self)];
+                    let stop = &ddp.state().stop;
+                    let mut value = [f64::from(self), f64::from(u8::from(stop.is_wished()))];
                     ddp.group().all_reduce(&mut value, op)?;
+                    if value[1] > 0.0 {
+                        stop.agree();
+                    }
                     Ok(value[0] as $float)
                 }
             }
@@ -86,8 +90,13 @@ mod sealed {
                 fn reduce(self, ddp: &Ddp, op: ReduceOp) -> Result<Self> {
                     // The lower 32 bits and the bits above them: their sums over all ranks do not overflow.
                     let value = self as i128;
-                    let mut halves = [(value & 0xffff_ffff) as i64, (value >> 32) as i64];
+                    let stop = &ddp.state().stop;
+                    let wished = i64::from(stop.is_wished());
+                    let mut halves = [(value & 0xffff_ffff) as i64, (value >> 32) as i64, wished];
                     ddp.group().all_reduce(&mut halves, op)?;
+                    if halves[2] > 0 {
+                        stop.agree();
+                    }
                     let sum = (i128::from(halves[1]) << 32) + i128::from(halves[0]);
                     let integer = stringify!($integer);
                     let outside = || format!("the sum over all ranks is {sum}, outside of {integer}");

@@ -68,6 +68,29 @@ pub enum Event {
         /// Time of the event, in milliseconds.
         at: u64,
     },
+    /// From now on a [`StopSignal`](crate::StopSignal) lets the rank's program save and end, instead of killing it.
+    CanStop {
+        /// The rank that writes the event.
+        rank: usize,
+        /// Time of the event, in milliseconds.
+        at: u64,
+    },
+    /// All ranks have agreed to stop, and the rank's program has been told so: it saves and ends.
+    Stopping {
+        /// The rank that writes the event.
+        rank: usize,
+        /// Time of the event, in milliseconds.
+        at: u64,
+    },
+    /// A checkpoint is complete.
+    Saved {
+        /// The rank that writes the event.
+        rank: usize,
+        /// Path or address of the checkpoint.
+        checkpoint: String,
+        /// Time of the event, in milliseconds.
+        at: u64,
+    },
 }
 
 impl Event {
@@ -213,8 +236,12 @@ pub(crate) fn append(file: &Path, event: &Event) -> io::Result<()> {
     OpenOptions::new().append(true).open(file)?.write_all(event.to_line().as_bytes())
 }
 
-/// Milliseconds since 1970.
-pub(crate) fn now_ms() -> u64 {
+/// Milliseconds since 1970, the times of events.
+///
+/// ```
+/// assert!(burn_ddp_comm::post_mortem::now_ms() > 1_700_000_000_000);
+/// ```
+pub fn now_ms() -> u64 {
     since_1970().as_millis() as u64
 }
 
@@ -239,6 +266,9 @@ mod tests {
             (Event::Suspect { rank: 1, peer: 2, silent_ms: 3, at: 4 }, "suspect"),
             (Event::Recovered { rank: 1, peer: 2, at: 4 }, "recovered"),
             (Event::Stall { rank: 1, waiting_for: vec![0, 2], call: "barrier".into(), since_ms: 5, at: 6 }, "stall"),
+            (Event::CanStop { rank: 1, at: 2 }, "can_stop"),
+            (Event::Stopping { rank: 1, at: 2 }, "stopping"),
+            (Event::Saved { rank: 0, checkpoint: "/a b/step-3".into(), at: 2 }, "saved"),
         ];
         for (event, kind) in events {
             let line = event.to_line();

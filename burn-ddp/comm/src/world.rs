@@ -11,6 +11,7 @@ use crate::group::ProcessGroup;
 use crate::membership::Membership;
 use crate::membership::panic_hook;
 use crate::poison_free_locks::lock;
+use crate::post_mortem::Event;
 use crate::timeline::Timeline;
 use crate::topology::Machines;
 use crate::world_member::{Member, Seat};
@@ -233,6 +234,20 @@ impl World {
     /// ```
     pub fn fail(&self, cause: impl Into<String>) {
         self.member.seat.membership.fail_self(cause.into());
+    }
+
+    /// Writes `event` for the launcher, if the launcher has given this rank a [file for events](crate::post_mortem).
+    /// Costs the opening of a file. Errors are logged: a rank does not fail because its launcher hears nothing.
+    ///
+    /// ```
+    /// # use burn_ddp_comm::post_mortem::{Event, now_ms};
+    /// # use burn_ddp_comm::{World, WorldOptions};
+    /// let world = World::solo(WorldOptions::default());
+    /// let checkpoint = "checkpoints/step-100".into();
+    /// world.tell_launcher(&Event::Saved { rank: world.rank(), checkpoint, at: now_ms() });
+    /// ```
+    pub fn tell_launcher(&self, event: &Event) {
+        self.member.seat.membership.append_event(event);
     }
 
     /// [`fail`](Self::fail)s with the message and line of this thread's panic. For destructors of values that a rank

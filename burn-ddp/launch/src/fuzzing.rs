@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use crate::event::Stop;
 use crate::node_outcome::NodeOutcome;
 use crate::nodes::{GenerationPlan, Node, Verdict};
+use crate::preemption::Preemption;
 use crate::report::outcome::Outcome;
 use crate::report::report_files;
 
@@ -26,7 +27,7 @@ pub fn launcher(bytes: &[u8]) {
     drop(stop);
     if let Some(nodes) = parse::<Vec<NodeOutcome>>(bytes) {
         for first in [None, Some(0)] {
-            let _ = Outcome::of(&nodes, u32::MAX, first).to_string();
+            let _ = Outcome::of(&nodes, u32::MAX, first, &Preemption::new()).to_string();
         }
     }
     if let Some(verdict) = parse::<Verdict>(bytes) {

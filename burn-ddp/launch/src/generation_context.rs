@@ -1,6 +1,8 @@
 //! Context of one generation on this machine: its plan, and the receivers of its events (the user, the other launchers,
 //! ranks that have yet to join).
 
+use burn_ddp_comm::post_mortem::Event;
+
 use crate::event::Stop;
 use crate::node_outcome::Blame;
 use crate::nodes::{GenerationPlan, Nodes};
@@ -29,11 +31,11 @@ impl GenerationContext<'_> {
 
     /// Announces that a rank of this machine exited before the ranks were sent a signal to end: ranks that wait for it
     /// to join stop waiting and, if it failed, the other launchers end their parts.
-    pub(crate) fn announce_exit(&self, rank: usize, pid: u32, exit: RankExit) {
+    pub(crate) fn announce_exit(&self, rank: usize, pid: u32, exit: RankExit, failed: bool) {
         let host = self.nodes.host.clone();
         let cause = format!("rank {rank} (host {host}, pid {pid}) {exit} before all ranks had joined");
         self.join_abort.announce(rank, cause);
-        if let Some(link) = self.nodes.link().filter(|_| exit != RankExit::Code(0)) {
+        if let Some(link) = self.nodes.link().filter(|_| failed) {
             link.stop(Stop::Failed { rank, host, pid, exit });
         }
     }
@@ -57,14 +59,14 @@ impl GenerationContext<'_> {
         self.nodes.link().and_then(|link| link.stopped(self.generation))
     }
 
-    /// Reads the events that this machine's ranks have reported since the last call, and shows a notice for each new
-    /// one.
-    pub(crate) fn read_reports(&mut self) {
-        let Some(file) = &mut self.event_file else { return };
-        for event in file.read() {
-            if let Some(text) = self.notices.notice(event, self.plan) {
+    /// The events that this machine's ranks have reported since the last call. Shows a notice for each new one.
+    pub(crate) fn read_reports(&mut self) -> Vec<Event> {
+        let events = self.event_file.as_mut().map(EventFile::read).unwrap_or_default();
+        for event in &events {
+            if let Some(text) = self.notices.notice(event.clone(), self.plan) {
                 self.sink.show(&text);
             }
         }
+        events
     }
 }

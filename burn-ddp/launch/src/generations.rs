@@ -19,6 +19,7 @@ use crate::leftover_processes::{self, Leftovers};
 use crate::node_outcome::NodeOutcome;
 use crate::nodes::{GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
 use crate::output::log_dir::{JobDir, job_name};
+use crate::preemption::Preemption;
 use crate::rank_processes::Processes;
 use crate::rank_report_dir::ReportDir;
 use crate::rank_start::RankStart;
@@ -39,7 +40,7 @@ const CONCLUDE: Duration = Duration::from_secs(45);
 /// Runs a job to its end. Blocks.
 pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let (sender, events) = mpsc::channel();
-    let signals = signals::listen(sender.clone())
+    let signals = signals::listen(sender.clone(), spec.preemption.signal)
         .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
     if spec.adopts_orphans {
         leftover_processes::become_parent_of_orphans();
@@ -47,7 +48,7 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let job = Job { spec, trust: Trust::of(spec)?, binding: Binding::of(spec)?, signals, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
-        Err(interrupted) => return interrupted.into_result(),
+        Err(interrupted) => return interrupted.into_result(&spec.preemption),
     };
     let outcome = job.run(&mut nodes);
     nodes.part();
@@ -106,12 +107,15 @@ impl Job<'_> {
         for number in 0.. {
             let generation = match self.plan(nodes, number, &mut job_dir) {
                 Ok(generation) => generation,
-                Err(interrupted) => return interrupted.into_result(),
+                Err(interrupted) => return interrupted.into_result(&spec.preemption),
             };
             let verdict = self.run_generation(nodes, &generation, job_dir.as_ref())?;
             if !verdict.restart {
                 let report = verdict.outcome.report.filter(|report| report.exists());
                 return Ok(Outcome { report, ..verdict.outcome });
+            }
+            if verdict.outcome.preempted {
+                self.signals.forget();
             }
             let headline = verdict.outcome.to_string();
             spec.notices.show(headline.lines().next().unwrap_or_default());
@@ -186,9 +190,11 @@ impl Job<'_> {
         };
         let reports = report_files::read_reports(dir.path(), &own);
         let decide = |all: &[NodeOutcome], reports: &[PostMortem], first: Option<usize>| {
-            let mut outcome = Outcome::of(all, *number, first);
+            let preemption = &self.spec.preemption;
+            let mut outcome = Outcome::of(all, *number, first, preemption);
             outcome.waiting = report_files::long_waits(&outcome, reports);
-            let restart = *number < self.spec.max_restarts && may_help(all, &outcome);
+            let helps = if outcome.preempted { preemption.restarts } else { may_help(all, &outcome) };
+            let restart = helps && *number < self.spec.max_restarts && outcome.left_over.is_empty();
             if let Some(dir) = job_dir {
                 let record = GenerationRecord { generation: *number, plan: plan.clone(), nodes: all.to_vec(), outcome };
                 let report = report_files::store(dir, &record, reports);
@@ -196,7 +202,7 @@ impl Job<'_> {
             }
             Verdict { outcome, restart }
         };
-        let patience = self.spec.grace + CONCLUDE;
+        let patience = self.spec.grace.max(self.spec.preemption.grace) + CONCLUDE;
         let (verdict, signal) = nodes.conclude(*number, (own, reports), patience, &self.events, decide);
         if let Some(signal) = signal {
             // Sent again so that it ends the next generation, if there is one. Cannot fail: `self` owns the receiver.
@@ -225,6 +231,7 @@ impl Job<'_> {
         let settings = Settings {
             generation: *number,
             grace: spec.grace,
+            preemption: spec.preemption,
             first_rank,
             first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
             // Of the launchers that one burnrun has started (they have `secret`, no file), only the first shows it.
@@ -291,10 +298,12 @@ fn may_help(all: &[NodeOutcome], outcome: &Outcome) -> bool {
 
 impl Interrupted {
     /// Result of a job of which no rank was started.
-    fn into_result(self) -> Result<Outcome, LaunchError> {
+    fn into_result(self, preemption: &Preemption) -> Result<Outcome, LaunchError> {
         match self {
             Self::Signal(signal) => {
-                Ok(Outcome { exit_code: 128 + signal, interrupted_by: Some(signal), ..Outcome::default() })
+                let preempted = preemption.is_chosen && preemption.is_by(signal);
+                let exit_code = if preempted { preemption.exit_code } else { 128 + signal };
+                Ok(Outcome { exit_code, preempted, interrupted_by: Some(signal), ..Outcome::default() })
             }
             Self::Error(error) => Err(error),
         }
@@ -324,7 +333,7 @@ mod tests {
     }
 
     fn restarts(node: NodeOutcome) -> bool {
-        may_help(std::slice::from_ref(&node), &Outcome::of(std::slice::from_ref(&node), 0, None))
+        may_help(std::slice::from_ref(&node), &Outcome::of(std::slice::from_ref(&node), 0, None, &Preemption::new()))
     }
 
     #[test]

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_ddp_comm::Secret;
+use burn_ddp_comm::{Secret, StopSignal};
 
 use crate::binding::BindTo;
 use crate::error::LaunchError;
 use crate::output::settings::OutputSettings;
+use crate::preemption::Preemption;
 use crate::rank_command::Program;
 use crate::report::user_notices::NoticeSink;
 
@@ -39,6 +40,7 @@ pub(crate) struct JobSpec {
     pub(crate) bind_to: BindTo,
     pub(crate) stdio: Stdio,
     pub(crate) grace: Duration,
+    pub(crate) preemption: Preemption,
     pub(crate) max_restarts: u32,
     pub(crate) output: OutputSettings,
     pub(crate) timeline: Option<PathBuf>,
@@ -81,6 +83,9 @@ impl JobSpec {
         }
         self.output.check()?;
         let usage = |message: String| Err(LaunchError::Usage(message));
+        if let Err(message) = StopSignal::from_env() {
+            return usage(message);
+        }
         // With several machines, one command line may serve machines with different numbers of ranks: not checked.
         if let Some(rank) = self.output.missing_rank(self.nproc).filter(|_| self.nnodes == 1) {
             let ranks = if self.nproc == 1 { "0 alone".into() } else { format!("0 to {}", self.nproc - 1) };

@@ -4,13 +4,14 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_ddp_comm::Secret;
+use burn_ddp_comm::{Secret, StopSignal};
 
 use crate::binding::BindTo;
 use crate::error::LaunchError;
 use crate::generations;
 use crate::job_spec::{DEFAULT_MEETING_ID, JobSpec, Stdio};
 use crate::output::settings::{OutputSettings, Streams};
+use crate::preemption::Preemption;
 use crate::rank_command::Program;
 use crate::report::outcome::Outcome;
 use crate::report::user_notices::NoticeSink;
@@ -91,6 +92,10 @@ pub struct Launcher {
 impl Launcher {
     /// Default of [`grace`](Self::grace).
     pub const DEFAULT_GRACE: Duration = Duration::from_secs(3);
+    /// Default of [`preempt_grace`](Self::preempt_grace).
+    pub const DEFAULT_PREEMPT_GRACE: Duration = Preemption::GRACE;
+    /// Default of [`preempt_exit_code`](Self::preempt_exit_code).
+    pub const DEFAULT_PREEMPT_EXIT_CODE: u8 = Preemption::EXIT_CODE as u8;
     /// Default of [`join_timeout`](Self::join_timeout).
     pub const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(300);
     /// Default of [`peer_timeout`](Self::peer_timeout).
@@ -106,6 +111,7 @@ impl Launcher {
             bind_to: BindTo::None,
             stdio: Stdio::default(),
             grace: Self::DEFAULT_GRACE,
+            preemption: Preemption::new(),
             max_restarts: 0,
             output: OutputSettings::default(),
             timeline: std::env::var_os("BURN_DDP_TIMELINE").map(PathBuf::from),
@@ -156,6 +162,40 @@ impl Launcher {
         self
     }
 
+    /// The signal that asks the ranks to save and end, if one of the job's launchers or ranks gets it. The ranks find
+    /// its name in BURN_DDP_PREEMPT_SIGNAL. The default is the signal that this variable names, or SIGTERM.
+    ///
+    /// A job that it ends was [preempted](Outcome::preempted), if its program can stop: a program of burn-ddp tells so
+    /// when it first looks (`Ddp::stop_requested`), and any program counts as such if the signal is set here or by the
+    /// variable. A second signal, at least 1.5 s later, ends the job at once.
+    #[must_use]
+    pub fn preempt_signal(mut self, signal: StopSignal) -> Self {
+        (self.spec.preemption.signal, self.spec.preemption.is_chosen) = (signal, true);
+        self
+    }
+
+    /// Time that ranks have to end after the signal that asks to stop; [`grace`](Self::grace) if the program cannot
+    /// stop.
+    #[must_use]
+    pub fn preempt_grace(mut self, grace: Duration) -> Self {
+        self.spec.preemption.grace = grace.min(MAX_GRACE);
+        self
+    }
+
+    /// The [exit code](Outcome::exit_code) of a preempted job, 75 by default.
+    #[must_use]
+    pub fn preempt_exit_code(mut self, code: u8) -> Self {
+        self.spec.preemption.exit_code = code.into();
+        self
+    }
+
+    /// Lets [restarts](Self::max_restarts) follow after a preemption, too.
+    #[must_use]
+    pub fn restart_preempted(mut self) -> Self {
+        self.spec.preemption.restarts = true;
+        self
+    }
+
     /// A further environment variable for every rank. The variables that describe the job take precedence.
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
@@ -166,7 +206,8 @@ impl Launcher {
     /// Number of times that the job is started anew after a rank has failed. A new generation starts when all ranks of
     /// the last one are dead; the ranks find its number in `BURN_DDP_RESTART_COUNT`.
     ///
-    /// The job is not restarted after a signal, after the loss of a machine, or if the rank that failed first exited
+    /// The job is not restarted after a signal (except by [`restart_preempted`](Self::restart_preempted)), after the
+    /// loss of a machine, or if the rank that failed first exited
     /// with 2 (wrong usage).
     #[must_use]
     pub fn max_restarts(mut self, times: u32) -> Self {
@@ -297,7 +338,8 @@ impl Launcher {
     /// Starts the ranks, waits until all have ended and returns the outcome. Blocks.
     ///
     /// While it runs, SIGINT, SIGTERM, SIGHUP (if it was not ignored), SIGQUIT, SIGALRM and SIGXCPU to this process are
-    /// passed on to all ranks and end the job; a second SIGINT kills them. SIGUSR1 and SIGUSR2 are passed on. Of
+    /// passed on to all ranks and end the job, one of them perhaps [after a checkpoint](Self::preempt_signal); a second
+    /// SIGINT kills them. SIGUSR1 and SIGUSR2 are passed on. Of
     /// SIGQUIT and those behind it a handler of the program stays. SIGTSTP (Ctrl-Z) stops the ranks and this process
     /// until it is continued. The ranks die with the calling thread, even if this process is killed.
     ///

@@ -61,6 +61,7 @@ mod malloc_variables;
 mod node_outcome;
 mod nodes;
 mod output;
+mod preemption;
 mod process_table;
 mod rank_command;
 mod rank_exit;

@@ -18,6 +18,16 @@ pub(crate) struct NodeOutcome {
     pub(crate) interrupted_by: Option<i32>,
     /// True if this machine's launcher was sent a signal to end, even after something else had ended the job.
     pub(crate) signalled: bool,
+    /// True if its ranks were sent the signal that asks to stop, by this or another launcher.
+    pub(crate) asked: bool,
+    /// True if after that a further signal ended the job at once.
+    pub(crate) hurried: bool,
+    /// True if a rank had caught the signal that asks to stop.
+    pub(crate) can_stop: bool,
+    /// True if all ranks had agreed to stop, as a rank of this machine reports.
+    pub(crate) stopping: bool,
+    /// The last checkpoint that a rank of this machine reports.
+    pub(crate) checkpoint: Option<String>,
     pub(crate) output_lost: Option<String>,
     /// Reason other than a rank's exit why the job cannot go on: a machine is lost, or the program cannot be started.
     pub(crate) trouble: Option<Trouble>,

@@ -79,15 +79,16 @@ impl<'a> Processes<'a> {
             self.execute(actions, &mut relay, context);
         }
         while !self.supervisor.is_over() {
-            context.read_reports();
             self.leftovers.collect_now_and_then();
             let wake = self.supervisor.wake_at(Instant::now());
             let event = self.next_event(wake);
+            // After the event: what a rank has reported before its exit says how to take the exit.
+            context.read_reports().iter().for_each(|reported| self.supervisor.note(reported));
             let actions = self.supervisor.step(Instant::now(), event);
             self.execute(actions, &mut relay, context);
         }
         self.reap();
-        context.read_reports();
+        context.read_reports().iter().for_each(|reported| self.supervisor.note(reported));
         let (node, host) = (context.nodes.node, context.nodes.host.clone());
         NodeOutcome { node, host, blames: context.blames(), ..self.supervisor.into_outcome() }
     }
@@ -137,7 +138,7 @@ impl<'a> Processes<'a> {
                 Action::Signal { rank, signal } => self.signal(rank, signal),
                 Action::SignalLeftovers(signal) => self.signal_leftovers(signal, context.sink),
                 Action::Notice(text) => context.sink.show(&text),
-                Action::AnnounceExit { rank, pid, exit } => context.announce_exit(rank, pid, exit),
+                Action::AnnounceExit { rank, pid, exit, failed } => context.announce_exit(rank, pid, exit, failed),
                 Action::AnnounceInterrupt(signal) => context.announce_interrupt(signal),
                 Action::AnnouncePause => {
                     context.announce_pause(true);

@@ -128,6 +128,8 @@ impl RankStart<'_> {
         self.trust.describe(&mut env);
         let mut variables = env.variables();
         variables.push((MARK.to_owned(), self.mark.to_owned()));
+        let (name, value) = self.spec.preemption.signal.variable();
+        variables.push((name.to_owned(), value.to_owned()));
         variables
     }
 }

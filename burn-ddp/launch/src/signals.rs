@@ -1,5 +1,5 @@
-//! Signals of this process, turned into events for as long as a launcher runs: those that end a job, those for its
-//! ranks, SIGTSTP and SIGWINCH.
+//! Signals of this process, turned into events for as long as a launcher runs: those that end a job or ask it to stop,
+//! those for its ranks, SIGTSTP and SIGWINCH.
 //!
 //! The program's former handlers are restored when the last launcher of the process is done, so that a program which
 //! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never restores a signal's former action.)
@@ -13,14 +13,18 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
+use burn_ddp_comm::StopSignal;
 use libc::c_int;
 
 use crate::event::Event;
 
 /// Signals that end a job.
-pub(crate) const ENDS: [c_int; 6] =
-    [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU];
+const ENDS: [c_int; 6] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU];
+/// A signal to stop that comes again within this time is the same: a scheduler may send it to several processes that
+/// pass it on to this one. Longer than the time that ranks have for that, so that they take a second one for a second.
+const SAME_WISH: Duration = Duration::from_millis(1500);
 /// Signals for the ranks.
 const PASSED_ON: [c_int; 2] = [libc::SIGUSR1, libc::SIGUSR2];
 /// Of these signals a program's own handler or setting stays.
@@ -46,6 +50,10 @@ struct Shared {
 struct Listener {
     id: u64,
     events: Sender<Event>,
+    /// The signal that asks to stop.
+    stop: c_int,
+    /// Time at which it came last.
+    stopped_at: Option<Instant>,
     /// The signals to end that it has got.
     ends: Vec<c_int>,
 }
@@ -53,14 +61,14 @@ struct Listener {
 /// Handle of a listener: signals reach its sender until the handle is dropped.
 pub(crate) struct Listening(u64);
 
-/// Sends [`Event::Signal`] to `events` for each caught signal.
-pub(crate) fn listen(events: Sender<Event>) -> io::Result<Listening> {
+/// Sends [`Event::Signal`] to `events` for each caught signal, also for the signal that asks to `stop`.
+pub(crate) fn listen(events: Sender<Event>, stop: StopSignal) -> io::Result<Listening> {
     let mut shared = lock();
     start_reader()?;
     if shared.listeners.is_empty() {
         install(&mut shared)?;
     }
-    Ok(shared.add(events))
+    Ok(shared.add(events, stop.number()))
 }
 
 impl Listening {
@@ -68,30 +76,42 @@ impl Listening {
     pub(crate) fn repeat_to(&self, events: Sender<Event>) -> Listening {
         lock().repeat(self.0, events)
     }
+
+    /// Forgets the signals to end that have come: they have ended a generation, and not the next one.
+    pub(crate) fn forget(&self) {
+        let mut shared = lock();
+        shared.listeners.iter_mut().filter(|listener| listener.id == self.0).for_each(|listener| listener.ends.clear());
+    }
 }
 
 impl Shared {
-    fn add(&mut self, events: Sender<Event>) -> Listening {
+    fn add(&mut self, events: Sender<Event>, stop: c_int) -> Listening {
         let id = self.next;
         self.next += 1;
-        self.listeners.push(Listener { id, events, ends: Vec::new() });
+        self.listeners.push(Listener { id, events, stop, stopped_at: None, ends: Vec::new() });
         Listening(id)
     }
 
     fn repeat(&mut self, of: u64, events: Sender<Event>) -> Listening {
-        let of = self.listeners.iter().filter(|listener| listener.id == of);
-        for signal in of.flat_map(|listener| &listener.ends) {
+        let of = self.listeners.iter().find(|listener| listener.id == of);
+        for signal in of.iter().flat_map(|listener| &listener.ends) {
             let _ = events.send(Event::Signal(*signal));
         }
-        self.add(events)
+        let stop = of.map_or(libc::SIGTERM, |listener| listener.stop);
+        self.add(events, stop)
     }
 
     fn deliver(&mut self, signal: c_int) {
         for listener in &mut self.listeners {
-            if ENDS.contains(&signal) {
+            let stops = signal == listener.stop;
+            if stops && listener.stopped_at.replace(Instant::now()).is_some_and(|at| at.elapsed() < SAME_WISH) {
+                continue;
+            }
+            if ENDS.contains(&signal) || stops {
                 listener.ends.push(signal);
             }
-            let event = if PASSED_ON.contains(&signal) { Event::PassOn(signal) } else { Event::Signal(signal) };
+            let passed_on = PASSED_ON.contains(&signal) && !stops;
+            let event = if passed_on { Event::PassOn(signal) } else { Event::Signal(signal) };
             // A launcher whose receiver is gone is about to drop its `Listening`.
             let _ = listener.events.send(event);
         }
@@ -246,8 +266,8 @@ mod tests {
         let (one, heard_by_one) = channel();
         let (two, heard_by_two) = channel();
         for _ in 0..2 {
-            let first = listen(one.clone()).unwrap();
-            let second = listen(two.clone()).unwrap();
+            let first = listen(one.clone(), StopSignal::default()).unwrap();
+            let second = listen(two.clone(), StopSignal::default()).unwrap();
             kill_process(getpid(), Signal::WINCH).unwrap();
             for heard in [&heard_by_one, &heard_by_two] {
                 let event = heard.recv_timeout(Duration::from_secs(5)).unwrap();
@@ -265,7 +285,7 @@ mod tests {
         let mut shared = Shared { next: 0, listeners: Vec::new(), saved: Vec::new() };
         let ((launcher, _heard), (watch, heard)) = (channel(), channel());
         // A handle that is dropped would look for its listener in the process's list.
-        let launching = std::mem::ManuallyDrop::new(shared.add(launcher));
+        let launching = std::mem::ManuallyDrop::new(shared.add(launcher, libc::SIGUSR2));
         for signal in [libc::SIGWINCH, libc::SIGINT, libc::SIGUSR1, libc::SIGTERM] {
             shared.deliver(signal);
         }
@@ -277,5 +297,25 @@ mod tests {
             other => panic!("{other:?}"),
         });
         assert_eq!(signals.collect::<Vec<_>>(), [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR2]);
+    }
+
+    #[test]
+    fn the_signal_to_stop_ends_a_job_and_counts_once_if_it_comes_twice_at_a_time() {
+        let mut shared = Shared { next: 0, listeners: Vec::new(), saved: Vec::new() };
+        let (events, heard) = channel();
+        let _listening = std::mem::ManuallyDrop::new(shared.add(events, libc::SIGUSR1));
+        for signal in [libc::SIGUSR1, libc::SIGUSR1, libc::SIGUSR2, libc::SIGTERM, libc::SIGTERM] {
+            shared.deliver(signal);
+        }
+        let events: Vec<String> = heard.try_iter().map(|event| format!("{event:?}")).collect();
+        let (usr1, usr2, term) = (libc::SIGUSR1, libc::SIGUSR2, libc::SIGTERM);
+        let expected = [
+            format!("Signal({usr1})"),
+            format!("PassOn({usr2})"),
+            format!("Signal({term})"),
+            format!("Signal({term})"),
+        ];
+        assert_eq!(events, expected);
+        assert_eq!(shared.listeners[0].ends, [usr1, term, term]);
     }
 }

@@ -21,7 +21,7 @@ use crate::leftover_processes::MARK;
 use crate::nodes::Link;
 use crate::process_table::{Process, processes};
 use crate::report::user_notices::NoticeSink;
-use crate::signals::{self, Listening};
+use crate::signals::Listening;
 
 /// Time between two scans. After the deadline, a process that two scans in a row find is killed.
 const LOOK: Duration = Duration::from_millis(200);
@@ -87,15 +87,16 @@ impl Starts {
         sink: NoticeSink,
         is_over: impl Fn() -> bool,
     ) {
+        let is_end = |signal| ![libc::SIGTSTP, libc::SIGWINCH].contains(&signal);
         let (mut until, mut interrupted) = (Instant::now() + limit, false);
         let (mut seen, mut kills) = (HashSet::new(), Kills::default());
         loop {
             match events.recv_timeout(until.saturating_duration_since(Instant::now()).min(LOOK)) {
                 // The main thread waits for a process that cannot be killed: only an exit ends this launcher.
-                Ok(Event::Signal(signal)) if signals::ENDS.contains(&signal) && kills.are_in_vain() => {
+                Ok(Event::Signal(signal)) if is_end(signal) && kills.are_in_vain() => {
                     std::process::exit(128 + signal);
                 }
-                Ok(Event::Signal(signal)) if signals::ENDS.contains(&signal) => {
+                Ok(Event::Signal(signal)) if is_end(signal) => {
                     let patience = if interrupted { Duration::ZERO } else { grace };
                     until = until.min(Instant::now() + patience);
                     interrupted = true;

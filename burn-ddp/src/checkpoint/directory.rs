@@ -131,8 +131,8 @@ impl Directory {
 
     /// Writes the files of `contents` that are not in the `temporary` directory yet, makes the directory a new
     /// checkpoint, and removes the checkpoints that `keep` does not keep. [`begin`](Directory::begin) must have
-    /// succeeded before.
-    pub(super) fn write(&self, contents: Contents, temporary: TempDir, keep: &Keep) -> Result<(), FileFailure> {
+    /// succeeded before. Returns the path of the checkpoint.
+    pub(super) fn write(&self, contents: Contents, temporary: TempDir, keep: &Keep) -> Result<PathBuf, FileFailure> {
         let step = contents.manifest.step;
         let mut owned = self.owned();
         let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
@@ -146,7 +146,7 @@ impl Directory {
         if let Err(e) = self.prune(keep) {
             tracing::warn!("cannot remove old checkpoints from {}: {e}", self.path.display());
         }
-        Ok(())
+        Ok(self.path.join(name.to_string()))
     }
 
     /// The newest complete checkpoint.

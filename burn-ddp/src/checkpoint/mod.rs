@@ -41,6 +41,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::ddp::Ddp;
 use crate::file_failure::FileFailure;
+use crate::stop::tell_saved;
 use crate::{Error, Result, agreement, main_first};
 use background_write::{BackgroundWrite, OpenedDirectory};
 pub use best_checkpoint::Best;
@@ -267,8 +268,7 @@ impl Checkpoints {
         let group = self.ddp.group();
         let all = group.all_gather_object(&(step, self.asynchronous))?;
         if let Some((&rank, other)) = group.ranks().iter().zip(&all).find(|(_, other)| **other != all[0]) {
-            let say =
-                |(step, asynchronous)| format!("step {step}{}", if asynchronous { " asynchronously" } else { "" });
+            let say = |(step, later)| format!("step {step}{}", if later { " asynchronously" } else { "" });
             return Err(Error::invalid(format!(
                 "the ranks save different checkpoints: rank {} {}, rank {rank} {}",
                 group.ranks()[0],
@@ -301,10 +301,11 @@ impl Checkpoints {
                 group.ranks()[0]
             );
         }
-        let (directory, keep) = (self.directory.clone(), self.keep.clone());
+        let (directory, keep, world) = (self.directory.clone(), self.keep.clone(), self.ddp.world().clone());
         let write = move || {
             let temporary = temporary.map_or_else(|| directory.temporary_of(step), Ok)?;
-            directory.write(contents, temporary, &keep)
+            tell_saved(&world, &directory.write(contents, temporary, &keep)?);
+            Ok(())
         };
         match self.asynchronous {
             false => main_first::on_main(group, write),

@@ -12,6 +12,7 @@ use crate::batch_weight::{Batch, BatchWeight};
 use crate::checkpoint::background_write::OpenedDirectory;
 use crate::job_leaves::JobLeaves;
 use crate::seed::Seed;
+use crate::stop::StopWish;
 use crate::telemetry::step_meter::Meter;
 
 /// State of one rank in the group of a handle. Each field is written by this rank's own threads only.
@@ -26,6 +27,8 @@ pub(crate) struct SharedState {
     pub(crate) batch_weight: Arc<BatchWeight>,
     /// Counters of steps: written by loaders and by the reducers of wrapped models.
     pub(crate) meter: Meter,
+    /// Wish to stop: written by signals and by the program, agreed on by the reducers of wrapped models.
+    pub(crate) stop: Arc<StopWish>,
     /// Logical ranks.
     pub(crate) leaves: JobLeaves,
     /// Name of the engine that carries collectives on host memory.
@@ -62,19 +65,19 @@ impl SharedState {
     /// State of the handle of the whole job.
     pub(super) fn new(world: World, group: ProcessGroup) -> Self {
         let host_engine = world.engine();
-        Self::of(world, group, false, host_engine, Arc::default(), Arc::default())
+        Self::of(world, group, None, host_engine, Arc::default(), Arc::default())
     }
 
     /// State of a handle for `group`, a part of this handle's group.
     pub(super) fn part(&self, group: ProcessGroup) -> Self {
         let engine = group.engine();
-        Self::of(self.world.clone(), group, true, engine, self.batch_weight.clone(), self.of_rank.clone())
+        Self::of(self.world.clone(), group, Some(&self.stop), engine, self.batch_weight.clone(), self.of_rank.clone())
     }
 
     fn of(
         world: World,
         group: ProcessGroup,
-        is_part: bool,
+        part_of: Option<&Arc<StopWish>>,
         host_engine: &'static str,
         batch_weight: Arc<BatchWeight>,
         of_rank: Arc<RankState>,
@@ -84,7 +87,8 @@ impl SharedState {
             meter: Meter::new(world.clone(), group.clone()),
             world,
             group,
-            is_part,
+            is_part: part_of.is_some(),
+            stop: Arc::new(part_of.map_or_else(StopWish::default, StopWish::part)),
             leaves: JobLeaves::default(),
             batch_weight,
             host_engine,

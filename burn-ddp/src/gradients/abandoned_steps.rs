@@ -1,6 +1,7 @@
 //! Steps that are given up: their gradients and results are dropped.
 
 use super::not_finite::FirstNotFinite;
+use super::not_finite::NotFinite;
 use super::reducer::Reducer;
 
 impl<T> Reducer<T> {
@@ -40,5 +41,17 @@ impl<T> Reducer<T> {
             true => self.discard_held(),
             false => self.discard(),
         }
+    }
+
+    /// Forgets the gradients that arrived in the last backward.
+    pub(super) fn forget_arrivals(&mut self) {
+        self.filled.iter_mut().for_each(|f| *f = 0);
+        self.arrived.clear();
+        self.next = 0;
+        self.collected = 0;
+        self.present.iter_mut().for_each(|present| *present = false);
+        self.not_finite = NotFinite::default();
+        self.wake = false;
+        self.stop = false;
     }
 }

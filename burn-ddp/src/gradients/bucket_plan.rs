@@ -42,7 +42,8 @@ impl Slot {
 /// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot: infinity
 /// before the reduction if this rank has a gradient (NaN if that is not finite), and not 0 after it if any rank with a
 /// weight has one. The last awake bucket has one element more if any is dormant, the *wake* flag, raised by a rank that
-/// has a gradient for a dormant bucket; and one more if parameters are sharded, the flag of their gradients.
+/// has a gradient for a dormant bucket; one more if parameters are sharded, the flag of their gradients; and always one
+/// more, the *stop* flag, raised by a rank that wishes to stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,
@@ -51,6 +52,7 @@ pub(crate) struct Bucket {
     pub len_elems: usize,
     pub has_wake_flag: bool,
     pub has_sharded_flag: bool,
+    pub has_stop_flag: bool,
     /// True if all its parameters were frozen when the model was wrapped: it is reduced only in steps whose wake flag
     /// is up.
     pub dormant: bool,
@@ -66,7 +68,8 @@ impl Bucket {
 
     /// Number of flags.
     fn flags(&self) -> usize {
-        self.slots.len() + usize::from(self.has_wake_flag) + usize::from(self.has_sharded_flag)
+        let more = [self.has_wake_flag, self.has_sharded_flag, self.has_stop_flag];
+        self.slots.len() + more.into_iter().filter(|has| *has).count()
     }
 
     /// Elements of its buffer.
@@ -96,10 +99,15 @@ impl Bucket {
 
     /// Element index of the flag of sharded gradients.
     pub(crate) fn sharded_elem(&self) -> Option<usize> {
-        self.has_sharded_flag.then(|| self.flag_elem(self.flags() - 1))
+        self.has_sharded_flag.then(|| self.flag_elem(self.slots.len() + usize::from(self.has_wake_flag)))
     }
 
-    /// True if a flag of the bucket is known only when all gradients are.
+    /// Element index of the stop flag.
+    pub(crate) fn stop_elem(&self) -> Option<usize> {
+        self.has_stop_flag.then(|| self.flag_elem(self.flags() - 1))
+    }
+
+    /// True if a flag about gradients of other buckets is in this one: it is known only when all gradients are.
     pub(crate) fn comes_last(&self) -> bool {
         self.has_wake_flag || self.has_sharded_flag
     }
@@ -173,6 +181,7 @@ impl Plan {
                             len_elems: slots[slot].len_elems(),
                             has_wake_flag: false,
                             has_sharded_flag: false,
+                            has_stop_flag: false,
                             dormant,
                             packed,
                         });
@@ -187,6 +196,7 @@ impl Plan {
                     len_elems: 0,
                     has_wake_flag: true,
                     has_sharded_flag: false,
+                    has_stop_flag: false,
                     dormant: false,
                     packed,
                 });
@@ -194,6 +204,7 @@ impl Plan {
         }
         let awake = buckets.iter().filter(|b| !b.dormant).count();
         buckets[awake - 1].has_wake_flag |= awake < buckets.len();
+        buckets[awake - 1].has_stop_flag = true;
         buckets[awake - 1].has_sharded_flag = slots.iter().any(|slot| slot.sharded);
         let mut ranges = vec![BucketRange { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
         for (bucket, b) in buckets.iter().enumerate() {
@@ -277,7 +288,8 @@ mod tests {
         assert_eq!(plan.awake, 1);
         assert!(plan.buckets[1].dormant && plan.buckets[1].slots == [1]);
         let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS, true);
-        assert_eq!((all_frozen.awake, all_frozen.buckets[0].total_elems()), (1, 1));
+        // The wake flag and the stop flag.
+        assert_eq!((all_frozen.awake, all_frozen.buckets[0].total_elems()), (1, 2));
     }
 
     proptest! {
@@ -300,6 +312,10 @@ mod tests {
             }
             for (i, b) in plan.buckets.iter().enumerate() {
                 prop_assert!(!b.has_wake_flag || i + 1 == plan.awake);
+                prop_assert_eq!(b.stop_elem().is_some(), i + 1 == plan.awake);
+                let of_slots = (0..b.slots.len()).map(|nth| b.flag_elem(nth));
+                let flags = of_slots.chain(b.wake_elem()).chain(b.sharded_elem()).chain(b.stop_elem());
+                prop_assert!(flags.eq(b.len_elems..b.total_elems()));
                 prop_assert!(b.has_wake_flag || i + 1 != plan.awake || plan.awake == plan.buckets.len());
             }
         }

@@ -20,6 +20,7 @@ use super::presence_flags::{self, Flag};
 use super::reducer_settings::ReducerSettings;
 use super::store::{Arrival, GradientStore, Outcome};
 use crate::batch_weight::Leaf;
+use crate::stop::StopWish;
 use crate::telemetry::step_meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 
@@ -41,13 +42,13 @@ pub(crate) struct Reducer<T> {
     ring_len: Option<usize>,
     pub(super) batches: MicroBatches,
     /// Number of slots of each bucket that arrived in this backward.
-    filled: Vec<usize>,
+    pub(super) filled: Vec<usize>,
     /// Order in which slots arrived in this backward.
-    arrived: Vec<u32>,
+    pub(super) arrived: Vec<u32>,
     /// Next bucket to submit.
-    next: usize,
+    pub(super) next: usize,
     /// Next bucket to collect.
-    collected: usize,
+    pub(super) collected: usize,
     /// True for each slot for which any rank had a gradient, in the step being finished.
     pub(super) present: Vec<bool>,
     /// Gradients of any rank that are not finite, in the step being finished.
@@ -56,6 +57,10 @@ pub(crate) struct Reducer<T> {
     pub(super) sharded_not_finite: FirstNotFinite,
     /// The reduced wake flag of the step being finished.
     pub(super) wake: bool,
+    /// The reduced stop flag of the step being finished.
+    pub(super) stop: bool,
+    /// Wish of this rank to stop, and what the ranks have agreed on.
+    stop_wish: Arc<StopWish>,
     /// First error of a reduction of the step being finished.
     pub(super) failed: Option<Error>,
     /// Payloads behind the buckets whose results the worker has not returned.
@@ -83,7 +88,7 @@ impl<T> Reducer<T> {
         (slots, sent): (Arc<[Slot]>, Arc<[Slot]>),
         store: Box<dyn GradientStore<T>>,
         settings: ReducerSettings,
-        meter: Meter,
+        (meter, stop_wish): (Meter, Arc<StopWish>),
     ) -> Result<Self> {
         let (rank, id) = (group.ranks()[group.rank()], group.id());
         group.hide_from_timeline();
@@ -120,6 +125,8 @@ impl<T> Reducer<T> {
             next: 0,
             collected: 0,
             wake: false,
+            stop: false,
+            stop_wish,
             failed: None,
             piggyback: Submitted::default(),
             shadowing: false,
@@ -257,6 +264,9 @@ impl<T> Reducer<T> {
             }
             self.refuse_failed()?;
         }
+        if self.stop {
+            self.stop_wish.agree();
+        }
         let now = self.meter.waits(wait);
         self.meter.end_step(self.step, now);
         Ok(Some(results))
@@ -354,21 +364,24 @@ impl<T> Reducer<T> {
             return Err(self.fault(format!("bucket {index} is under way already")));
         };
         let bytes = buffer.bytes_mut();
+        let set = |bytes: &mut [u8], elem, flag| presence_flags::set_flag(bucket.dtype, bytes, elem, flag);
         for (nth, &slot) in bucket.slots.iter().enumerate() {
-            presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), Flag::of(self.store.holds(slot)));
+            set(bytes, bucket.flag_elem(nth), Flag::of(self.store.holds(slot)));
         }
         if let Some(elem) = bucket.wake_elem() {
             let mut dormant = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
-            presence_flags::set_flag(bucket.dtype, bytes, elem, Flag::of(dormant.any(|&slot| self.store.holds(slot))));
+            set(bytes, elem, Flag::of(dormant.any(|&slot| self.store.holds(slot))));
         }
         if let Some(elem) = bucket.sharded_elem() {
-            let flag = if self.sharded_not_finite.is_some() { Flag::NotFinite } else { Flag::Down };
-            presence_flags::set_flag(bucket.dtype, bytes, elem, flag);
+            set(bytes, elem, if self.sharded_not_finite.is_some() { Flag::NotFinite } else { Flag::Down });
+        }
+        if let Some(elem) = bucket.stop_elem() {
+            set(bytes, elem, Flag::of(self.stop_wish.is_wished()));
         }
         let loan = self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes);
         for (nth, &slot) in bucket.slots.iter().enumerate() {
             if self.store.not_finite(slot).is_some() {
-                presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), Flag::NotFinite);
+                set(bytes, bucket.flag_elem(nth), Flag::NotFinite);
             }
         }
         let loan = match loan {
@@ -417,8 +430,9 @@ impl<T> Reducer<T> {
         let taken = match result {
             Ok(reduced) => {
                 presence_flags::read(plan, &reduced, &mut self.present, &mut self.not_finite);
-                self.wake |=
-                    plan.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem));
+                let is_up = |elem| presence_flags::flag_is_up(plan.dtype, &reduced, elem);
+                self.wake |= plan.wake_elem().is_some_and(is_up);
+                self.stop |= plan.stop_elem().is_some_and(is_up);
                 let taken = self.store.take_back(plan, &self.plan.ranges, &self.present, reduced, loan);
                 taken.map_err(|e| self.fault(e))
             }
@@ -441,16 +455,6 @@ impl<T> Reducer<T> {
 
     fn refuse_failed(&mut self) -> Result<()> {
         self.failed.take().map_or(Ok(()), Err)
-    }
-
-    pub(super) fn forget_arrivals(&mut self) {
-        self.filled.iter_mut().for_each(|f| *f = 0);
-        self.arrived.clear();
-        self.next = 0;
-        self.collected = 0;
-        self.present.iter_mut().for_each(|present| *present = false);
-        self.not_finite = NotFinite::default();
-        self.wake = false;
     }
 
     /// Makes buffers for the plan. *Collective*.

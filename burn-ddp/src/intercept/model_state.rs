@@ -23,6 +23,7 @@ use crate::gradients::{
 };
 use crate::loss_scaling::{LossScale, LossScaler};
 use crate::model::parameter_movement::Movements;
+use crate::stop::StopWish;
 use crate::telemetry::step_meter::Meter;
 
 /// State of a wrapped model for callers that do not know its backend.
@@ -175,12 +176,12 @@ impl<B: GradientMemory> Default for SlotState<B> {
 
 impl<B: GradientMemory> State<B> {
     fn new(parts: Parts, device: B::Device) -> Result<Self> {
-        let Parts { group, slots, settings, meter, statistics } = parts;
+        let Parts { group, slots, settings, meter, stop, statistics } = parts;
         let sent: Arc<[Slot]> = slots.iter().map(|slot| settings.sent(slot)).collect();
         let store = open_store::<B>(slots.clone(), sent.clone(), device.clone(), settings);
         let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
-            reducer: Reducer::new(group, (slots.clone(), sent), store, settings, meter)?,
+            reducer: Reducer::new(group, (slots.clone(), sent), store, settings, (meter, stop))?,
             accumulation: settings.accumulation,
             run: settings.run,
             device,
@@ -347,6 +348,7 @@ struct Parts {
     slots: Arc<[Slot]>,
     settings: ReducerSettings,
     meter: Meter,
+    stop: Arc<StopWish>,
     statistics: Option<SyncedStatistics>,
 }
 
@@ -367,10 +369,10 @@ impl ModelOpening {
         group: ProcessGroup,
         slots: Arc<[Slot]>,
         settings: ReducerSettings,
-        meter: Meter,
+        (meter, stop): (Meter, Arc<StopWish>),
         statistics: Option<SyncedStatistics>,
     ) -> Self {
-        let parts = Parts { group, slots, settings, meter, statistics };
+        let parts = Parts { group, slots, settings, meter, stop, statistics };
         ModelOpening(Arc::new(Mutex::new(Opening::Prepared(Box::new(parts)))))
     }
 

@@ -28,7 +28,8 @@ pub(crate) fn open_model(
     statistics: Option<SyncedStatistics>,
 ) -> Result<WrappedModel> {
     let (id, slots): (_, Arc<[Slot]>) = (group.id(), slots.into());
-    let opening = ModelOpening::new(group, slots.clone(), settings, ddp.state().meter.clone(), statistics);
+    let shared = (ddp.state().meter.clone(), ddp.state().stop.clone());
+    let opening = ModelOpening::new(group, slots.clone(), settings, shared, statistics);
     // Dispatch knows the backend of a tensor.
     let tensor = Tensor::<1>::zeros([1], &device);
     drop(Dispatch::open_model(tensor.into_dispatch(), opening.clone()));

@@ -176,14 +176,18 @@ impl DistributedOptimizer {
         let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();
         let counts = self.ddp.state().batch_weight.note_optimizer_step();
-        let all = group.all_gather_object(&(digest(&schema.entries), present, counts))?;
+        let stop = &self.ddp.state().stop;
+        let all = group.all_gather_object(&(digest(&schema.entries), present, counts, stop.is_wished()))?;
+        if all.iter().any(|(.., wished)| *wished) {
+            stop.agree();
+        }
         // Ranks that all do not count count alike.
-        let counts = counts || all.iter().all(|(_, _, counts)| !counts);
+        let counts = counts || all.iter().all(|(_, _, counts, _)| !counts);
         if all.iter().any(|(digest, ..)| *digest != all[0].0) {
             agreement::on_model(group, &schema.entries)?;
         }
         let mut gradients = Vec::new();
-        for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present, _)| present[*i])) {
+        for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present, ..)| present[*i])) {
             let (dims, dtype) = (&schema.entries[i].dims, schema.dtypes[i]);
             gradients.push((schema.ids[i], mine.unwrap_or_else(|| zeros(dims, dtype))));
         }

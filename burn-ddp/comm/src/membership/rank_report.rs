@@ -9,7 +9,7 @@ use crate::post_mortem::{self, Event, PeerState, Pending, PostMortem, millis};
 
 impl Membership {
     /// Appends `event` to the launcher's event file, if there is one.
-    pub(super) fn append_event(&self, event: &Event) {
+    pub(crate) fn append_event(&self, event: &Event) {
         let Some(LaunchEnv { events: Some(file), .. }) = self.shared.launch.get() else { return };
         if let Err(error) = post_mortem::append(file, event) {
             tracing::warn!(%error, file = %file.display(), "cannot write an event for the launcher");

@@ -111,6 +111,8 @@ impl Read {
         let mut launcher = Launcher::new(program, words)
             .nproc(cli.nproc_per_node)
             .grace(cli.grace)
+            .preempt_grace(cli.preempt_grace)
+            .preempt_exit_code(cli.preempt_exit_code)
             .stdio(stdio)
             .max_restarts(cli.max_restarts)
             .meeting_id(cli.rdzv_id)
@@ -132,6 +134,8 @@ impl Read {
         launcher = leaves
             .into_iter()
             .fold(launcher, |launcher, count| launcher.env("BURN_DDP_LOGICAL_RANKS", count.to_string()));
+        launcher = cli.preempt_signal.into_iter().fold(launcher, Launcher::preempt_signal);
+        launcher = if cli.restart_preempted { launcher.restart_preempted() } else { launcher };
         launcher = if cli.encrypt { launcher.env("BURN_DDP_ENCRYPT", "data") } else { launcher };
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);

@@ -5,7 +5,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_ddp_launch::{LaunchError, Streams, available_cores};
+use burn_ddp_comm::StopSignal;
+use burn_ddp_launch::{LaunchError, Launcher, Streams, available_cores};
 use clap::builder::BoolishValueParser;
 use clap::{Parser, ValueEnum};
 
@@ -62,6 +63,31 @@ pub(super) struct Cli {
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_GRACE", default_value = "3", value_parser = parse_seconds)]
     #[arg(allow_negative_numbers = true)]
     pub(super) grace: Duration,
+
+    /// Signal that asks the ranks to save and end, if any burnrun or rank of the job gets it [default: SIGTERM]
+    ///
+    /// A program of burn-ddp can stop once it looks for it (`ddp.stop_requested()`); in others SIGTERM ends the job as
+    /// without this option. If the option is given, every program counts as one that can stop, and the exit code is
+    /// that of --preempt-exit-code also while ranks start. A second signal ends the job at once.
+    #[arg(long, alias = "preempt_signal", value_name = "SIGNAL", env = "BURN_DDP_PREEMPT_SIGNAL")]
+    #[arg(help_heading = "Preemption")]
+    pub(super) preempt_signal: Option<StopSignal>,
+
+    /// Time that ranks have to save and end after that signal, before they are killed
+    #[arg(long, alias = "preempt_grace", value_name = "SECONDS", env = "BURNRUN_PREEMPT_GRACE", default_value = "60")]
+    #[arg(value_parser = parse_seconds, allow_negative_numbers = true, help_heading = "Preemption")]
+    pub(super) preempt_grace: Duration,
+
+    /// Exit code of burnrun if the job was ended by that signal
+    #[arg(long, alias = "preempt_exit_code", value_name = "CODE", env = "BURNRUN_PREEMPT_EXIT_CODE")]
+    #[arg(default_value_t = Launcher::DEFAULT_PREEMPT_EXIT_CODE, value_parser = clap::value_parser!(u8).range(3..))]
+    #[arg(help_heading = "Preemption")]
+    pub(super) preempt_exit_code: u8,
+
+    /// Start all ranks anew after that signal, too, as often as --max-restarts says
+    #[arg(long, alias = "restart_preempted", env = "BURNRUN_RESTART_PREEMPTED")]
+    #[arg(value_parser = BoolishValueParser::new(), help_heading = "Preemption")]
+    pub(super) restart_preempted: bool,
 
     /// Number of machines of the job; start burnrun with the same value on each of them
     ///
@@ -378,6 +404,9 @@ mod tests {
             "burnrun --local-ranks-filter a train",
             "burnrun --timeout 0 train",
             "burnrun --max-restarts -1 train",
+            "burnrun --preempt-signal SIGINT train",
+            "burnrun --preempt-exit-code 2 train",
+            "burnrun --preempt-exit-code 256 train",
         ] {
             assert_eq!(parse(line).expect_err(line).exit_code(), 2, "{line}");
         }

@@ -7,7 +7,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::Secret;
+use burn_ddp_comm::{Secret, StopSignal};
 
 use super::hostfile::Host;
 use super::remote_messages::{Answer, ORDER_CAP, Order, Signalled};
@@ -43,6 +43,12 @@ pub struct FanOut {
     pub host_timeout: Duration,
     /// Time that ranks have to end after a signal.
     pub grace: Duration,
+    /// The signal that asks the ranks to save and end; `None` for SIGTERM where the program can stop.
+    pub preempt_signal: Option<StopSignal>,
+    /// Time that ranks have to end after that signal.
+    pub preempt_grace: Duration,
+    /// Exit code of the launchers if that signal ended the job.
+    pub preempt_exit_code: u8,
     /// Silence after which a launcher counts as lost for the others.
     pub peer_timeout: Duration,
     /// Working directory on hosts whose [`Host::directory`] is `None`.
@@ -104,7 +110,8 @@ impl FanOut {
     pub fn run(&self) -> Result<(String, i32), LaunchError> {
         let (sender, events) = channel();
         let system = |doing| move |source| LaunchError::System { doing, source };
-        let _listening = signals::listen(sender).map_err(system("handle signals"))?;
+        let stop = self.preempt_signal.unwrap_or_default();
+        let _listening = signals::listen(sender, stop).map_err(system("handle signals"))?;
         let (news_sender, news) = channel();
         let secret = secret_line(self.secret_file.as_deref())?;
         let mut nodes = Vec::new();
@@ -249,8 +256,13 @@ impl Job<'_> {
             node.give_up();
         }
         self.send(signal);
-        self.again.get_or_insert((signal, Instant::now() + self.fan_out.grace + REPEAT));
-        self.hurry(self.fan_out.grace + REPEAT + LAST_END);
+        let FanOut { grace, preempt_signal, preempt_grace, .. } = self.fan_out;
+        let grace = match signal == preempt_signal.unwrap_or_default().number() {
+            true => *grace.max(preempt_grace),
+            false => *grace,
+        };
+        self.again.get_or_insert((signal, Instant::now() + grace + REPEAT));
+        self.hurry(grace + REPEAT + LAST_END);
     }
 
     fn send(&mut self, signal: i32) {
@@ -301,8 +313,16 @@ impl Job<'_> {
             Some(Node { state: State::Ended(code), report, .. }) => (report.join("\n"), *code),
             _ => (String::new(), 1),
         };
+        let FanOut { preempt_signal, preempt_exit_code, .. } = self.fan_out;
+        let preempts = |signal| preempt_signal.is_some_and(|preempts| preempts.number() == signal);
         match (self.cause, self.signals.0) {
             (Some((text, code)), _) => (text, code),
+            // The launchers on the hosts know whether the program could stop.
+            (None, Some(_)) if code == i32::from(*preempt_exit_code) => (report, code),
+            (None, Some(signal)) if report.is_empty() && code != 0 && preempts(signal) => {
+                let text = format!("preempted by {} before the job ran on all hosts", signal_name(signal));
+                (text, (*preempt_exit_code).into())
+            }
             (None, Some(signal)) if report.is_empty() && code != 0 => {
                 (format!("stopped by {} before the job ran on all hosts", signal_name(signal)), 128 + signal)
             }

@@ -133,7 +133,8 @@ impl Nodes {
         let stopped =
             own.trouble.is_some() || own.interrupted_by.is_some() || own.ranks.iter().any(|r| r.failed || r.stopped);
         let until = stopped.then(|| Instant::now() + patience);
-        let mut wait = Wait { others, host: &self.host, generation, until, signal: None, impatient: false, events };
+        let host = &self.host;
+        let mut wait = Wait { others, host, generation, patience, until, signal: None, impatient: false, events };
         let store = others.link.store();
         let verdict = if self.node == 0 {
             let outcomes = wait.collect(generation, own);
@@ -186,6 +187,9 @@ struct Wait<'a> {
     others: &'a Others,
     host: &'a str,
     generation: u32,
+    /// Longest wait for the other launchers once the generation is known to be over: longer than a launcher takes to
+    /// end its ranks.
+    patience: Duration,
     /// End of the wait; set once the generation is known to be over.
     until: Option<Instant>,
     /// The last signal to this process during the wait.
@@ -258,15 +262,11 @@ impl Wait<'_> {
             _ => {}
         }
         if self.until.is_none() && self.others.link.stopped(self.generation).is_some() {
-            self.until = Some(Instant::now() + STOPPING);
+            self.until = Some(Instant::now() + self.patience);
         }
         self.impatient || self.until.is_some_and(|until| Instant::now() >= until)
     }
 }
-
-/// Longest wait for the other launchers after the generation has ended on another machine: longer than a launcher takes
-/// to end its ranks at the default grace time.
-const STOPPING: Duration = Duration::from_secs(60);
 
 fn missing(node: &Node, message: String) -> NodeOutcome {
     let trouble = Some(Trouble { message, exit_code: 1 });

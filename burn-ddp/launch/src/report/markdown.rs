@@ -55,7 +55,8 @@ fn of_outcome(outcome: &Outcome) -> Option<String> {
         return Some(format!("{failure}{why}"));
     }
     let interrupted = || outcome.to_string().lines().next().map(str::to_owned);
-    outcome.trouble.clone().or_else(|| outcome.interrupted_by.and_then(|_| interrupted()))
+    let ended = outcome.preempted || outcome.interrupted_by.is_some();
+    outcome.trouble.clone().or_else(|| if ended { interrupted() } else { None })
 }
 
 fn chapter(text: &mut String, chapter: &GenerationReport) {

@@ -6,14 +6,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::node_outcome::{Blame, NodeOutcome, RankOutcome};
+use crate::preemption::{Preempted, Preemption};
 use crate::rank_exit::RankExit;
 
 /// Outcome of a started job. Its `Display` is the report that `burnrun` prints; it is empty after a success.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// 0 if every rank succeeded; else the exit code of [`failure`](Self::failure), of [`trouble`](Self::trouble), or
-    /// 128 + the signal that stopped the job.
+    /// 0 if every rank succeeded; else the exit code of [`failure`](Self::failure), of [`trouble`](Self::trouble), that
+    /// of [preempted](Self::preempted) jobs, or 128 + the signal that stopped the job.
     pub exit_code: i32,
     /// The rank that caused the end of the job: the first that failed by itself, not because the job was being stopped.
     ///
@@ -27,6 +28,11 @@ pub struct Outcome {
     pub trouble: Option<String>,
     /// The signal that stopped the job; one of its launchers received it.
     pub interrupted_by: Option<i32>,
+    /// True if the job was asked to stop, and can be started again: see
+    /// [`Launcher::preempt_signal`](crate::Launcher::preempt_signal).
+    pub preempted: bool,
+    /// Path or address of the last checkpoint that the ranks report, if they report any.
+    pub checkpoint: Option<String>,
     /// The ranks that still ran when the job was stopped, and so were sent a signal to end.
     pub stopped: Vec<usize>,
     /// The ranks that were killed because they did not end within the grace time.
@@ -79,7 +85,7 @@ pub struct Failure {
 impl Outcome {
     /// Merges the observations of all machines' launchers. With several machines, `first` is the rank whose failure was
     /// published first, since times of different machines cannot be compared.
-    pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32, first: Option<usize>) -> Self {
+    pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32, first: Option<usize>, preemption: &Preemption) -> Self {
         let mut ranks: Vec<(&NodeOutcome, &RankOutcome)> =
             nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
         ranks.sort_by_key(|(_, rank)| rank.rank);
@@ -87,7 +93,9 @@ impl Outcome {
             ranks.iter().map(|(_, r)| *r).filter(|r| wanted(r)).map(|r| r.rank).collect()
         };
 
-        let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| rank.failed).copied().collect();
+        let has_killed = preemption.has_killed(&ranks.iter().map(|(_, rank)| *rank).collect::<Vec<_>>());
+        let is_cause = |rank: &RankOutcome| rank.failed && !(rank.stopped && has_killed);
+        let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| is_cause(rank)).copied().collect();
         failed.sort_by_key(|(_, rank)| (Some(rank.rank) != first, rank.after));
         // The ranks of the machine on which the first failure was seen also noticed its cause first.
         let begun_on = failed.first().map(|(node, _)| node.node);
@@ -114,12 +122,18 @@ impl Outcome {
         });
         let trouble = nodes.iter().find_map(|node| node.trouble.as_ref());
         let interrupted_by = nodes.iter().find_map(|node| node.interrupted_by);
+        let preempted = match failed.is_empty() && trouble.is_none() {
+            true => preemption.of(nodes, interrupted_by),
+            false => Preempted::No,
+        };
+        let interrupted_by = interrupted_by.filter(|_| preempted != Preempted::TooLate);
         // The culprit may have exited with 0, but too early; the exit code of a failed job is not 0.
         let of_ranks = failure.as_ref().map(|failure| failure.exit.exit_code()).filter(|code| *code != 0);
         let of_first = failed.iter().find_map(|(_, rank)| rank.exit).map(RankExit::exit_code);
         let exit_code = match (of_ranks.or(of_first), trouble, interrupted_by) {
             (Some(code), ..) => code,
             (None, Some(trouble), _) => trouble.exit_code,
+            (None, None, _) if preempted == Preempted::Yes => preemption.exit_code,
             (None, None, Some(signal)) => signal.saturating_add(128),
             (None, None, None) => 0,
         };
@@ -130,6 +144,8 @@ impl Outcome {
             failure,
             trouble: trouble.map(|trouble| trouble.message.clone()),
             interrupted_by,
+            preempted: preempted == Preempted::Yes,
+            checkpoint: nodes.iter().find_map(|node| node.checkpoint.clone()),
             stopped: chosen(|rank| rank.stopped),
             killed: chosen(|rank| rank.killed),
             left_over: ranks.iter().filter(|(_, r)| r.exit.is_none()).map(|(_, r)| (r.rank, r.pid)).collect(),
@@ -201,7 +217,7 @@ mod tests {
 
     /// The rank that is found to be the cause, and the exit code.
     fn cause(nodes: &[NodeOutcome]) -> (Option<usize>, i32) {
-        let outcome = Outcome::of(nodes, 0, None);
+        let outcome = Outcome::of(nodes, 0, None, &Preemption::new());
         (outcome.failure.map(|failure| failure.rank), outcome.exit_code)
     }
 
@@ -226,7 +242,7 @@ mod tests {
             let culprit = RankOutcome { last_lines: vec![last.into()], ..rank(1, exit, 10) };
             let mut node = node(0, vec![rank(0, RankExit::Code(1), 20), culprit], Some(1));
             node.blames[0].cause = text.into();
-            Outcome::of(&[node], 0, None).failure.unwrap().cause.is_some()
+            Outcome::of(&[node], 0, None, &Preemption::new()).failure.unwrap().cause.is_some()
         };
         let died = "rank 1 (host h, pid 7) died: its process ended without a goodbye: it exited with code 3";
         assert!(!shown(RankExit::Code(3), "", died));
@@ -246,7 +262,7 @@ mod tests {
     fn the_first_failure_may_be_on_another_machine() {
         let nodes =
             [node(0, vec![rank(0, RankExit::Code(1), 30)], None), node(1, vec![rank(1, RankExit::Code(7), 20)], None)];
-        let outcome = Outcome::of(&nodes, 2, None);
+        let outcome = Outcome::of(&nodes, 2, None, &Preemption::new());
         let failure = outcome.failure.unwrap();
         assert_eq!((failure.rank, &failure.host[..], failure.running), (1, "host1", 1));
         assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, RankExit::Code(1))]));
@@ -256,7 +272,7 @@ mod tests {
     #[test]
     fn a_senseless_signal_of_another_launcher_is_no_panic() {
         let nodes = [NodeOutcome { interrupted_by: Some(i32::MAX), ..node(0, vec![], None) }];
-        assert_eq!(Outcome::of(&nodes, 0, None).exit_code, i32::MAX);
+        assert_eq!(Outcome::of(&nodes, 0, None, &Preemption::new()).exit_code, i32::MAX);
         assert_eq!(RankExit::Signal(i32::MAX).exit_code(), i32::MAX);
     }
 
@@ -266,9 +282,22 @@ mod tests {
         // The ranks of host1 were started later, so less time had passed there, and its wall clock is behind.
         let mut nodes = [node(0, vec![rank(0, code(7), 5000)], Some(0)), node(1, vec![rank(1, code(1), 20)], Some(1))];
         nodes[0].blames[0].at = 9000;
-        let outcome = Outcome::of(&nodes, 0, Some(0));
+        let outcome = Outcome::of(&nodes, 0, Some(0), &Preemption::new());
         assert_eq!(outcome.failure.map(|failure| failure.rank), Some(0));
         assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(1, code(1))]));
-        assert_eq!(Outcome::of(&nodes, 0, Some(1)).exit_code, 1);
+        assert_eq!(Outcome::of(&nodes, 0, Some(1), &Preemption::new()).exit_code, 1);
+    }
+
+    #[test]
+    fn errors_of_ranks_that_lost_a_rank_to_the_signal_are_not_the_cause() {
+        let late = |number, exit| RankOutcome { stopped: true, ..rank(number, exit, 10) };
+        let nodes = |killed| {
+            let ranks = vec![late(0, RankExit::Code(1)), RankOutcome { failed: false, ..late(1, killed) }];
+            [NodeOutcome { asked: true, can_stop: true, ..node(0, ranks, None) }]
+        };
+        let outcome = Outcome::of(&nodes(RankExit::Signal(libc::SIGTERM)), 0, None, &Preemption::new());
+        assert_eq!((outcome.exit_code, outcome.preempted, outcome.failure), (75, true, None));
+        let outcome = Outcome::of(&nodes(RankExit::Code(0)), 0, None, &Preemption::new());
+        assert_eq!((outcome.exit_code, outcome.preempted, outcome.failure.unwrap().rank), (1, false, 0));
     }
 }

@@ -20,6 +20,8 @@ impl fmt::Display for Outcome {
         if let Some(trouble) = &self.trouble {
             let after = if lines.is_empty() { "" } else { "also: " };
             lines.push(format!("{after}{trouble}"));
+        } else if self.preempted {
+            lines.push(self.preemption());
         } else if let (Some(signal), None) = (self.interrupted_by, &self.failure) {
             let (signal, after) = (signal_name(signal), seconds(self.elapsed));
             lines.push(match self.stopped.len() {
@@ -60,6 +62,16 @@ impl Outcome {
             parts.push(format!("{} more failed", more.len()));
         }
         (!parts.is_empty()).then(|| format!("after it {}", parts.join(", ")))
+    }
+
+    /// Line that says that the job was preempted, and from which checkpoint it can go on.
+    fn preemption(&self) -> String {
+        let by = self.interrupted_by.map(|signal| format!(" by {}", signal_name(signal))).unwrap_or_default();
+        let checkpoint = match &self.checkpoint {
+            Some(checkpoint) => format!("the last checkpoint is {checkpoint}"),
+            None => "the ranks have reported no checkpoint".into(),
+        };
+        format!("preempted{by} after {}; {checkpoint}", seconds(self.elapsed))
     }
 
     fn fate_of_the_others(&self, failure: &Failure) -> String {

@@ -60,6 +60,7 @@ impl Notices {
                 let waited = seconds(Duration::from_millis(since_ms));
                 Some(format!("rank {rank} has waited {waited} for {} in {call}", ranks(&waiting_for)))
             }
+            Event::CanStop { .. } | Event::Stopping { .. } | Event::Saved { .. } => None,
         }
     }
 }

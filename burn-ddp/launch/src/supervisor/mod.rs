@@ -12,8 +12,12 @@
 //! processes that the ranks left behind:   may print    get SIGTERM     are killed
 //! ```
 //!
+//! A signal that asks the ranks to save and end is one to this process, with a longer grace time.
+//!
 //! Ctrl-Z suspends the state machine in any of the first four phases ([`Suspension`]).
 
+mod phase;
+mod preempted_ranks;
 mod suspension;
 #[cfg(test)]
 mod tests;
@@ -25,7 +29,9 @@ use std::time::{Duration, Instant};
 
 use crate::event::{Event, Relayed, Stop, Trouble};
 use crate::node_outcome::{NodeOutcome, RankOutcome};
+use crate::preemption::Preemption;
 use crate::rank_exit::{RankExit, signal_name};
+use phase::Phase;
 use suspension::Suspension;
 
 /// Longest time after a failure that the other ranks have to end by themselves. They usually notice the failure within
@@ -52,8 +58,9 @@ pub(crate) enum Action {
     SignalLeftovers(i32),
     /// Show a line to the user.
     Notice(String),
-    /// Tell the ranks that have yet to join, and the other launchers, that rank `rank` of the job has exited.
-    AnnounceExit { rank: usize, pid: u32, exit: RankExit },
+    /// Tell the ranks that have yet to join, and if it `failed` the other launchers, that rank `rank` of the job has
+    /// exited.
+    AnnounceExit { rank: usize, pid: u32, exit: RankExit, failed: bool },
     /// Tell the other launchers that a signal ended the job.
     AnnounceInterrupt(i32),
     /// Tell the other launchers that this one pauses, then call [`Supervisor::pause_announced`].
@@ -73,6 +80,8 @@ pub(crate) struct Settings {
     pub(crate) generation: u32,
     /// Time between the signal to end and SIGKILL.
     pub(crate) grace: Duration,
+    /// The signal that asks the ranks to stop, and what follows.
+    pub(crate) preemption: Preemption,
     /// Rank of this machine's local rank 0 among all ranks of the job.
     pub(crate) first_rank: usize,
     /// True if local rank 0 keeps the terminal, so that SIGWINCH (its size has changed) is passed on to that rank.
@@ -82,62 +91,16 @@ pub(crate) struct Settings {
     pub(crate) shows_grace: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// No rank has failed.
-    Running,
-    /// A rank has failed; the others may end by themselves.
-    Settling { until: Instant },
-    /// The ranks were sent a signal to end.
-    Stopping { until: Instant },
-    /// The ranks were sent SIGKILL.
-    Killing { until: Instant },
-    /// The ranks have exited; processes that they left behind may finish their output.
-    Draining { until: Instant },
-    /// The processes left behind were sent SIGTERM.
-    Terminating { until: Instant },
-    /// The processes left behind were killed; the rest of the output is passed on.
-    Flushing,
-    /// The generation is over on this machine.
-    Over,
-}
-
-impl Phase {
-    fn deadline(self) -> Option<Instant> {
-        match self {
-            Self::Running | Self::Flushing | Self::Over => None,
-            Self::Settling { until }
-            | Self::Stopping { until }
-            | Self::Killing { until }
-            | Self::Draining { until }
-            | Self::Terminating { until } => Some(until),
-        }
-    }
-
-    /// True in the phases in which ranks may still run.
-    fn has_ranks(self) -> bool {
-        matches!(self, Self::Running | Self::Settling { .. } | Self::Stopping { .. } | Self::Killing { .. })
-    }
-
-    /// True in the phases before ranks are sent a signal to end.
-    fn lets_run(self) -> bool {
-        matches!(self, Self::Running | Self::Settling { .. })
-    }
-
-    /// Moves the deadline of a phase with ranks by a time in which this process did not run.
-    fn put_off(&mut self, by: Duration) {
-        if let Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } = self {
-            *until += by;
-        }
-    }
-}
-
 struct Rank {
     pid: u32,
     log: Option<PathBuf>,
     exited: Option<(RankExit, Instant)>,
     /// True while the process is stopped by a signal such as SIGSTOP, from this launcher or from elsewhere.
     suspended: bool,
+    /// True once it has caught the signal that asks to stop.
+    can_stop: bool,
+    /// True once it knows that all ranks stop.
+    stopping: bool,
 }
 
 /// State machine of one generation on this machine. See the [module](self).
@@ -161,6 +124,12 @@ pub(crate) struct Supervisor {
     interrupted_by: Option<i32>,
     /// True if this process was sent a signal to end, even if the job was already being stopped for another reason.
     signalled: bool,
+    /// Time at which the ranks were asked to stop, if they were.
+    asked: Option<Instant>,
+    /// True if a further signal ends them at once.
+    hurried: bool,
+    /// The last checkpoint that a rank of this machine has reported.
+    checkpoint: Option<String>,
     trouble: Option<Trouble>,
     /// True if a relay passes on the ranks' output.
     relays_output: bool,
@@ -185,6 +154,9 @@ impl Supervisor {
             killed: Vec::new(),
             interrupted_by: None,
             signalled: false,
+            asked: None,
+            hurried: false,
+            checkpoint: None,
             trouble: None,
             relays_output: false,
             relayed: None,
@@ -194,7 +166,7 @@ impl Supervisor {
 
     /// Adds the next local rank, which was just started. `log` is the file of its stderr.
     pub(crate) fn add_rank(&mut self, pid: u32, log: Option<PathBuf>) {
-        self.ranks.push(Rank { pid, log, exited: None, suspended: false });
+        self.ranks.push(Rank { pid, log, exited: None, suspended: false, can_stop: false, stopping: false });
     }
 
     /// Notes that a relay passes on the ranks' output, so that [`Event::Relayed`] will come.
@@ -272,6 +244,11 @@ impl Supervisor {
             ranks: outcomes.collect(),
             interrupted_by: self.interrupted_by,
             signalled: self.signalled,
+            asked: self.asked.is_some(),
+            hurried: self.hurried,
+            can_stop: self.can_stop(),
+            stopping: self.ranks.iter().any(|rank| rank.stopping),
+            checkpoint: self.checkpoint,
             output_lost: relayed.lost,
             trouble: self.trouble,
             elapsed: self.elapsed,
@@ -302,12 +279,16 @@ impl Supervisor {
 
     fn on_exit(&mut self, now: Instant, rank: usize, exit: RankExit, at: Instant) {
         self.ranks[rank].exited = Some((exit, at));
+        let failed = !self.ended_well(rank, exit);
         if !self.phase.lets_run() {
+            if failed && self.was_to_save(rank, exit) {
+                self.failed.push(rank);
+            }
             return;
         }
         let (number, pid) = (self.settings.first_rank + rank, self.ranks[rank].pid);
-        self.act(Action::AnnounceExit { rank: number, pid, exit });
-        if exit != RankExit::Code(0) {
+        self.act(Action::AnnounceExit { rank: number, pid, exit, failed });
+        if failed {
             self.settle(now);
             self.failed.push(rank);
         }
@@ -321,17 +302,26 @@ impl Supervisor {
             _ => self.signalled = true,
         }
         match self.phase {
-            Phase::Stopping { .. } if signal == libc::SIGINT => self.kill(now),
+            Phase::Stopping { .. } if signal == libc::SIGINT => {
+                self.hurried = self.asked.is_some();
+                self.kill(now);
+            }
+            Phase::Stopping { until } if self.asked.is_some() => {
+                self.hurried = true;
+                self.signal_all(signal);
+                self.phase = Phase::Stopping { until: until.min(now + self.settings.grace) };
+            }
             phase if phase.lets_run() => {
                 if self.failed.is_empty() && self.trouble.is_none() {
                     self.interrupted_by = Some(signal);
                     self.act(Action::AnnounceInterrupt(signal));
                 }
-                self.stop(now, signal);
-                let waits = !self.settings.grace.is_zero() && !self.stopped.is_empty();
-                if signal == libc::SIGINT && self.settings.shows_grace && waits {
-                    let most = self.settings.grace.as_secs_f64();
-                    let text = format!("waiting up to {most} s for the ranks to end; Ctrl-C again kills them");
+                self.end_by(now, signal);
+                let grace = self.grace();
+                let says = signal == libc::SIGINT || grace > self.settings.grace;
+                if says && self.settings.shows_grace && !grace.is_zero() && !self.stopped.is_empty() {
+                    let (most, again) = (grace.as_secs_f64(), if signal == libc::SIGINT { " again" } else { "" });
+                    let text = format!("waiting up to {most} s for the ranks to end; Ctrl-C{again} kills them");
                     self.act(Action::Notice(text));
                 }
             }
@@ -342,7 +332,7 @@ impl Supervisor {
     /// Another launcher reports that the generation is over.
     fn on_order(&mut self, now: Instant, stop: &Stop) {
         match stop {
-            Stop::Interrupted { signal, .. } if self.phase.lets_run() => self.stop(now, *signal),
+            Stop::Interrupted { signal, .. } if self.phase.lets_run() => self.end_by(now, *signal),
             Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(now),
         }
     }
@@ -389,7 +379,7 @@ impl Supervisor {
         self.stopped = self.running();
         let suspended: Vec<_> = self.stopped.iter().copied().filter(|&rank| self.ranks[rank].suspended).collect();
         suspended.into_iter().for_each(|rank| self.signal(rank, libc::SIGCONT));
-        self.phase = Phase::Stopping { until: now + self.settings.grace };
+        self.phase = Phase::Stopping { until: now + self.grace() };
     }
 
     fn kill(&mut self, now: Instant) {

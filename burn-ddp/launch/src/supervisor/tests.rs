@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use libc::{SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGWINCH};
 
+use burn_ddp_comm::post_mortem::Event as Reported;
+
 use super::*;
 use crate::report::stderr_tail::StderrSummary;
 
@@ -40,7 +42,7 @@ fn sweep() -> Vec<Action> {
 }
 
 fn announce(rank: usize, exit: RankExit) -> Action {
-    Action::AnnounceExit { rank, pid: pid(rank), exit }
+    Action::AnnounceExit { rank, pid: pid(rank), exit, failed: exit != RankExit::Code(0) }
 }
 
 impl Bench {
@@ -50,8 +52,14 @@ impl Bench {
 
     fn with(ranks: usize, grace: Duration, first_rank: usize) -> Self {
         let start = Instant::now();
-        let settings =
-            Settings { generation: 3, grace, first_rank, first_rank_has_terminal: false, shows_grace: false };
+        let settings = Settings {
+            generation: 3,
+            grace,
+            preemption: Preemption::new(),
+            first_rank,
+            first_rank_has_terminal: false,
+            shows_grace: false,
+        };
         let mut supervisor = Supervisor::new(settings, start);
         (0..ranks).for_each(|rank| supervisor.add_rank(pid(rank), None));
         Self { supervisor, start, now: 0 }
@@ -635,4 +643,81 @@ fn the_caller_wakes_up_often_enough() {
     assert_eq!(wake(&mut bench), Some(SHORT_TURN), "to notice that it did not run");
     bench.pass(GRACE - 5);
     assert_eq!(wake(&mut bench), Some(Duration::from_millis(5)), "at the deadline");
+}
+
+const SAVE: u64 = 60_000;
+
+/// Ranks that have caught the signal that asks to stop.
+fn able(ranks: usize) -> Bench {
+    let mut bench = Bench::new(ranks);
+    (0..ranks).for_each(|rank| bench.supervisor.note(&Reported::CanStop { rank, at: 1 }));
+    bench
+}
+
+#[test]
+fn ranks_that_can_stop_have_longer_to_save() {
+    let mut bench = able(2);
+    assert_eq!(bench.signal(SIGTERM), [vec![Action::AnnounceInterrupt(SIGTERM)], all(2, SIGTERM)].concat());
+    assert_eq!(bench.pass(SAVE - 1), []);
+    assert_eq!(bench.pass(1), all(2, SIGKILL));
+    // Told by another launcher, or told before the launcher knows that its ranks can stop.
+    let mut bench = Bench::new(2);
+    let stop = Stop::Interrupted { host: "other".into(), signal: SIGTERM };
+    assert_eq!(bench.event(Event::Ordered { generation: 3, stop }), all(2, SIGTERM));
+    bench.pass(GRACE - 1);
+    bench.supervisor.note(&Reported::CanStop { rank: 1, at: 1 });
+    assert_eq!(bench.pass(SAVE - GRACE), []);
+    assert_eq!(bench.pass(1), all(2, SIGKILL));
+    // Another signal, and a failure, are no wish.
+    let mut bench = able(2);
+    bench.signal(SIGHUP);
+    assert_eq!(bench.pass(GRACE), all(2, SIGKILL));
+    let mut bench = able(2);
+    bench.exit(0, RankExit::Code(1));
+    assert_eq!([bench.pass(GRACE), bench.pass(GRACE)], [all(2, SIGTERM), all(2, SIGKILL)]);
+}
+
+#[test]
+fn a_second_signal_leaves_no_time_to_save() {
+    let mut bench = able(2);
+    bench.signal(SIGTERM);
+    assert_eq!(bench.signal(SIGTERM), all(2, SIGTERM));
+    assert_eq!(bench.pass(GRACE), all(2, SIGKILL));
+    let outcome = {
+        bench.exit(0, RankExit::Signal(SIGKILL));
+        bench.exit(1, RankExit::Signal(SIGKILL));
+        bench.outcome()
+    };
+    assert!(outcome.asked && outcome.hurried);
+}
+
+#[test]
+fn a_rank_that_was_to_save_and_did_not_failed() {
+    let code = Preemption::EXIT_CODE;
+    for (exit, reports, failed) in [
+        (RankExit::Code(0), true, false),
+        (RankExit::Code(code), true, false),
+        (RankExit::Code(code), false, true),
+        (RankExit::Code(1), true, true),
+        (RankExit::Signal(libc::SIGSEGV), true, true),
+        (RankExit::Signal(SIGTERM), false, false),
+    ] {
+        let mut bench = able(2);
+        bench.signal(SIGTERM);
+        let stopping = Reported::Stopping { rank: 1, at: 2 };
+        reports.then(|| bench.supervisor.note(&stopping));
+        bench.exit(1, exit);
+        bench.exit(0, RankExit::Code(0));
+        let outcome = bench.outcome();
+        assert_eq!(fates(&outcome)[0], if failed { vec![1] } else { vec![] }, "{exit} {reports}");
+        assert_eq!((outcome.can_stop, outcome.stopping), (true, reports));
+    }
+    // The ranks agreed by themselves: no signal came here.
+    let mut bench = able(2);
+    (0..2).for_each(|rank| bench.supervisor.note(&Reported::Stopping { rank, at: 2 }));
+    let announced = Action::AnnounceExit { rank: 0, pid: pid(0), exit: RankExit::Code(code), failed: false };
+    assert_eq!(bench.exit(0, RankExit::Code(code)), [announced]);
+    bench.exit(1, RankExit::Code(code));
+    let outcome = bench.outcome();
+    assert_eq!((fates(&outcome)[0].len(), outcome.asked, outcome.stopping), (0, false, true));
 }
