@@ -1,7 +1,6 @@
 //! Stopping all ranks after the same step: a wish of any rank, from a signal or from its program, on which the ranks
 //! agree by a flag behind the gradients of a step.
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -225,8 +224,8 @@ impl Ddp {
 }
 
 /// Tells the launcher that a checkpoint is complete: its report names the last one.
-pub(crate) fn tell_saved(world: &World, checkpoint: &Path) {
-    let checkpoint = checkpoint.display().to_string();
+pub(crate) fn tell_saved(world: &World, checkpoint: &str) {
+    let checkpoint = checkpoint.to_owned();
     world.tell_launcher(&Event::Saved { rank: world.rank(), checkpoint, at: now_ms() });
 }
 

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-fn run(Cli { width, no_dropout, common }: &Cli) -> Result<()> {
+fn run(Cli { width, no_dropout, common }: &Cli) -> Result<ExitCode> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
     trainer::launch(common.options.nproc, |ddp| {

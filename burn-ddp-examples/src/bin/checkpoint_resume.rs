@@ -1,4 +1,5 @@
-//! Checkpoints: kill it at any moment, start it again, on any number of ranks, and it goes on where it was.
+//! Checkpoints: kill it at any moment, start it again, on any number of ranks, and it goes on where it was. After
+//! SIGTERM it saves first: no step is lost, and burnrun ends with 75, by which a script knows to start it again.
 //!
 //! ```sh
 //! cargo run --bin checkpoint_resume -- /tmp/checkpoints   # one process
@@ -11,6 +12,8 @@
 //! rank 0, a rename by hand, and no position in the epoch.
 #![forbid(unsafe_code)]
 
+use std::process::ExitCode;
+
 use anyhow::Context;
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
 use burn::optim::AdamConfig;
@@ -19,7 +22,7 @@ use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
 const EPOCHS: usize = 3;
 
-fn main() -> anyhow::Result<()> {
+fn main() -> anyhow::Result<ExitCode> {
     burn_ddp_examples::help(include_str!("checkpoint_resume.rs"));
     burn_ddp_examples::log_to_stderr();
     let directory = std::env::args_os().nth(1).context("usage: checkpoint_resume DIRECTORY")?;
@@ -42,7 +45,7 @@ fn main() -> anyhow::Result<()> {
             println!("going on after step {step}");
         }
     }
-    for epoch in train.epochs(0..EPOCHS) {
+    'epochs: for epoch in train.epochs(0..EPOCHS) {
         for batch in epoch {
             let batch = batch?;
             let logits = model.forward(batch.images.flatten(1, 3));
@@ -50,7 +53,9 @@ fn main() -> anyhow::Result<()> {
             let Some(grads) = ddp.backward(&loss, &model)? else { continue };
             model = optim.step(1e-3, model, grads);
             step += 1;
-            if step % 50 == 0 {
+            // The same on all ranks after each step.
+            let stops = ddp.stop_requested();
+            if step % 50 == 0 || stops {
                 // All ranks call this. When it returns, the complete checkpoint is on disk.
                 checkpoints.save(step, |c| {
                     c.model(&model)?;
@@ -58,8 +63,13 @@ fn main() -> anyhow::Result<()> {
                     c.value("loader", &train.position())
                 })?;
             }
+            if stops {
+                break 'epochs;
+            }
         }
     }
     println!("rank {}: {step} steps, parameters {}", ddp.rank(), &param_hash(&model)?[..16]);
-    Ok(ddp.finish()?)
+    let code = ddp.exit_code(); // 75 if the ranks were stopped
+    ddp.finish()?;
+    Ok(code)
 }

@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-pub(crate) fn run(Cli { text }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { text }: &Cli) -> Result<ExitCode> {
     text.check()?;
     trainer::launch(text.options.nproc, |ddp| train_text::run(ddp, text))
 }

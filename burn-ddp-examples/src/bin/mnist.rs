@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-pub(crate) fn run(Cli { digits, steps }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { digits, steps }: &Cli) -> Result<ExitCode> {
     digits.check()?;
     steps.check()?;
     trainer::launch(digits.options.nproc, |ddp| train_digits::run(ddp, digits, steps))

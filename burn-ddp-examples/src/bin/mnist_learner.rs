@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&LearnerArgs::parse()))
 }
 
-fn run(args: &LearnerArgs) -> Result<()> {
+fn run(args: &LearnerArgs) -> Result<ExitCode> {
     args.check()?;
     trainer::launch(args.digits.options.nproc, |ddp| {
         if !ddp.is_main() {

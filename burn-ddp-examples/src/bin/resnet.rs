@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-pub(crate) fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<ExitCode> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
     let config = |classes| ResNetConfig {

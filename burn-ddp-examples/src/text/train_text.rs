@@ -111,7 +111,7 @@ pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     let peak_lr = options.lr.unwrap_or_default();
     let sharding = if args.shard { Sharding::Parameters } else { Sharding::Off };
     let training = Training { ddp, options, steps, task: Text, model, optimizer, sharding, train, test, peak_lr };
-    let model = training.run()?;
+    let Some(model) = training.run()? else { return Ok(()) };
     // The forward of a sharded model is collective: every rank generates the text.
     if (ddp.is_main() || args.shard) && args.sample > 0 {
         let device = ddp.device()?;

@@ -86,6 +86,24 @@ impl Saves {
         self.checkpoints.is_some() && step.is_multiple_of(self.every)
     }
 
+    /// True once all ranks have agreed to stop. Without `--checkpoints` a signal ends the program as any other.
+    pub(super) fn stop_requested(&self, ddp: &Ddp) -> bool {
+        self.checkpoints.is_some() && ddp.stop_requested()
+    }
+
+    /// True if this rank was asked to stop: all of them agree in the next sum.
+    pub(super) fn stop_wished(&self, ddp: &Ddp) -> bool {
+        self.checkpoints.is_some() && ddp.stop_wished()
+    }
+
+    /// Says that the ranks have stopped after a save.
+    pub(super) fn stopped<M>(ddp: &Ddp, progress: &Progress) -> Result<Option<M>> {
+        if ddp.is_main() {
+            println!("stopped and saved after step {}: the same command goes on from there", progress.step);
+        }
+        Ok(None)
+    }
+
     /// Saves a checkpoint, which is on disk when this returns; does nothing without `--checkpoints`. *Collective*.
     pub(super) fn save<M: Module, O: Send + 'static>(
         &self,

@@ -12,7 +12,8 @@ use burn_ddp::{Ddp, Error};
 /// # Errors
 ///
 /// An error of `train`, an `nproc` that contradicts the launcher, a rank that failed.
-pub fn launch(nproc: Option<usize>, train: impl FnOnce(&Ddp) -> Result<()>) -> Result<()> {
+pub fn launch(nproc: Option<usize>, train: impl FnOnce(&Ddp) -> Result<()>) -> Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
     Ddp::launch(nproc.unwrap_or(2), |ddp| {
         let world_size = ddp.world_size();
         if let Some(ranks) = nproc {
@@ -22,18 +23,23 @@ pub fn launch(nproc: Option<usize>, train: impl FnOnce(&Ddp) -> Result<()>) -> R
             );
         }
         train(&ddp)?;
+        code = ddp.exit_code();
         Ok(ddp.finish()?)
-    })
+    })?;
+    Ok(code)
 }
 
 /// Exit code of `main`. Prints an error in one line: the launcher repeats a rank's last lines, and a backtrace would
 /// push the error out.
-pub fn exit_code(result: Result<()>) -> ExitCode {
-    let Err(error) = result else { return ExitCode::SUCCESS };
+pub fn exit_code(result: Result<ExitCode>) -> ExitCode {
+    let error = match result {
+        Ok(code) => return code,
+        Err(error) => error,
+    };
     // In one write: other ranks may be writing their errors to the same terminal.
     let _ = io::stderr().write_all(format!("Error: {error:#}\n").as_bytes());
     match error.downcast_ref() {
-        // The code of the rank that failed; 130 after Ctrl-C.
+        // The code of the rank that failed; 130 after Ctrl-C, 75 if the ranks have saved and stopped at a signal.
         Some(Error::Job { exit_code, .. }) => ExitCode::from(u8::try_from(*exit_code).unwrap_or(1)),
         _ => ExitCode::FAILURE,
     }

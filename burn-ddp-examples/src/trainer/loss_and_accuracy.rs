@@ -40,20 +40,25 @@ impl Losses {
 /// Share of the test items that are recognised, over all ranks, 0–1. Each rank reads its own share, so every item
 /// counts once. `correct` returns the number of recognised items of a batch and the number of all its items.
 /// `collective`: true if `correct` is collective, as with a sharded model; a rank with fewer batches than another then
-/// calls it again with its last batch, and ignores the result. *Collective*.
+/// calls it again with its last batch, and ignores the result. Otherwise `stops` may end the work of this rank early,
+/// and the ranks agree on that. *Collective*.
 pub(crate) fn accuracy<B: Clone + Send + 'static>(
     ddp: &Ddp,
     test: &EvalLoader<B>,
     collective: bool,
+    stops: impl Fn() -> bool,
     mut correct: impl FnMut(B) -> (Tensor<1, Int>, usize),
 ) -> Result<f64> {
     let mut most = [test.len() as i64];
     if collective {
         ddp.group().all_reduce(&mut most, ReduceOp::Max)?;
     }
-    let mut counts = [0, 0];
+    let mut counts = [0_i64, 0];
     let mut last = None;
     for batch in test.iter() {
+        if !collective && stops() {
+            break;
+        }
         let batch = batch?;
         last = collective.then(|| batch.clone());
         let (recognised, items) = correct(batch);
@@ -63,8 +68,7 @@ pub(crate) fn accuracy<B: Clone + Send + 'static>(
     for _ in test.len() as i64..most[0] {
         correct(last.clone().context("this rank has no test items")?);
     }
-    ddp.group().all_reduce(&mut counts, ReduceOp::Sum)?;
-    Ok(counts[0] as f64 / counts[1] as f64)
+    Ok(ddp.sum(counts[0])? as f64 / ddp.sum(counts[1])? as f64)
 }
 
 /// Number of items whose label, in `labels` `[items]`, has the highest of its `logits` `[items, classes]`.

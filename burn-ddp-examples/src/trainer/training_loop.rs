@@ -1,6 +1,6 @@
 //! Training and evaluation over all ranks.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use burn::data::dataloader::batcher::Batcher;
@@ -11,7 +11,7 @@ use burn::prelude::*;
 use burn_ddp::data::{EvalLoader, ShardedLoader};
 use burn_ddp::prelude::*;
 
-use super::checkpoints::Saves;
+use super::checkpoints::{Progress, Saves};
 use super::display::Display;
 use super::loss_and_accuracy::{Losses, accuracy};
 use super::options::{LoopOptions, Options};
@@ -72,9 +72,9 @@ pub(crate) fn loaders<I: 'static, O: Send + 'static>(
 }
 
 impl<T: Task> Training<'_, T> {
-    /// Trains, evaluates after each epoch, reports, and returns the trained model. *Collective*: every rank calls it
-    /// with the same options.
-    pub(crate) fn run(self) -> Result<T::Model> {
+    /// Trains, evaluates after each epoch, reports, and returns the trained model; `None` if the ranks were asked to
+    /// stop, and have saved a checkpoint. *Collective*: every rank calls it with the same options.
+    pub(crate) fn run(self) -> Result<Option<T::Model>> {
         let Training { ddp, options, task, sharding, train, test, .. } = self;
         let schedule = self.steps.schedule;
         let shards = sharding == Sharding::Parameters;
@@ -94,6 +94,23 @@ impl<T: Task> Training<'_, T> {
         let mut work = Work::default();
         let saves = Saves::new(ddp, self.steps)?;
         let mut progress = saves.load(&mut model, &mut optimizer, &train, options.epochs)?;
+        // Returns false if the ranks stop in the evaluation: it is made again when the training goes on.
+        let end_epoch = |progress: &mut Progress, model: &T::Model, optimizer: &ModuleOptimizer, train_time| {
+            let valid = model.valid(); // without dropout and gradients, by running statistics
+            let correct = |batch| task.correct(&valid, batch);
+            let test_accuracy = accuracy(ddp, &test, shards, || saves.stop_wished(ddp), correct)?;
+            let stops = saves.stop_requested(ddp);
+            if !stops {
+                let epoch = Epoch { train_loss: progress.take_loss(), test_accuracy, train_time };
+                display.end(progress.epochs.len(), &epoch);
+                progress.epochs.push(epoch);
+            }
+            saves.save(progress, model, optimizer, &train)?;
+            anyhow::Ok(!stops)
+        };
+        if progress.epochs.len() < train.epoch() && !end_epoch(&mut progress, &model, &optimizer, Duration::ZERO)? {
+            return Saves::stopped(ddp, &progress);
+        }
         for mut epoch in train.epochs(0..options.epochs) {
             let number = epoch.number();
             display.begin(number);
@@ -109,23 +126,22 @@ impl<T: Task> Training<'_, T> {
                     model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
                     progress.step += 1;
                     display.step();
-                    if epoch.step() < epoch.len() && saves.is_due(progress.step) {
+                    let stops = saves.stop_requested(ddp);
+                    if stops || epoch.step() < epoch.len() && saves.is_due(progress.step) {
                         work.items += progress.add(ddp, &mut losses)?;
                         saves.save(&progress, &model, &optimizer, &train)?;
+                    }
+                    if stops {
+                        return Saves::stopped(ddp, &progress);
                     }
                 }
             }
             work.items += progress.add(ddp, &mut losses)?;
-            let train_loss = progress.take_loss();
             let train_time = start.elapsed();
             work.time += train_time;
-
-            let valid = model.valid(); // without dropout and gradients, by running statistics
-            let test_accuracy = accuracy(ddp, &test, shards, |batch| task.correct(&valid, batch))?;
-            let epoch = Epoch { train_loss, test_accuracy, train_time };
-            display.end(number, &epoch);
-            progress.epochs.push(epoch);
-            saves.save(&progress, &model, &optimizer, &train)?;
+            if !end_epoch(&mut progress, &model, &optimizer, train_time)? {
+                return Saves::stopped(ddp, &progress);
+            }
         }
 
         if let Some(file) = &options.save {
@@ -135,6 +151,6 @@ impl<T: Task> Training<'_, T> {
         let summary = Summary::new(ddp.engine(), train.items_per_step(), &progress.epochs, &ranks);
         display.finish(&summary.speed(T::ITEMS));
         summary.conclude(ddp, options.summary.as_deref())?;
-        Ok(model)
+        Ok(Some(model))
     }
 }

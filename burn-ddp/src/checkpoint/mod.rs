@@ -304,8 +304,7 @@ impl Checkpoints {
         let (directory, keep, world) = (self.directory.clone(), self.keep.clone(), self.ddp.world().clone());
         let write = move || {
             let temporary = temporary.map_or_else(|| directory.temporary_of(step), Ok)?;
-            tell_saved(&world, &directory.write(contents, temporary, &keep)?);
-            Ok(())
+            directory.write(contents, temporary, &keep).map(|path| tell_saved(&world, &path.display().to_string()))
         };
         match self.asynchronous {
             false => main_first::on_main(group, write),

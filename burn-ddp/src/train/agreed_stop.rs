@@ -18,7 +18,8 @@ enum Stop {
 }
 
 /// True if any rank wants to end the training now. *Collective*. The `interrupter` of every rank then has the reason:
-/// the first rank's error, or else the first interruption.
+/// the first rank's error, or else the first interruption. A wish to stop and save is agreed on with it, and is no
+/// reason: see [`Ddp::stop_requested`].
 pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
     match ask(ddp, interrupter) {
         Ok(stop) => stop,
@@ -31,11 +32,15 @@ pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
 
 #[track_caller]
 fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
+    let wish = &ddp.state().stop;
+    let mut stop = [interrupter.should_stop(), wish.is_wished()].map(u8::from);
+    ddp.group().all_reduce(&mut stop, ReduceOp::Max)?;
+    if stop[1] != 0 {
+        wish.agree();
+    }
     if ddp.world_size() == 1 {
         return Ok(interrupter.should_stop());
     }
-    let mut stop = [u8::from(interrupter.should_stop())];
-    ddp.group().all_reduce(&mut stop, ReduceOp::Max)?;
     if stop[0] == 0 {
         return Ok(false);
     }

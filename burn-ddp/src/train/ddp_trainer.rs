@@ -13,10 +13,10 @@ use burn::train::{InferenceStep, Learner, LearnerModel, SupervisedTraining, Trai
 use super::accepted_loaders::RankLoader;
 use super::gathered_metric::{GatherInput, GatheredMetric};
 use super::mean_metric::{GlobalMetric, MeanMetric};
-use super::sharded_learner;
 use super::shared_checkpointer::SharedCheckpointer;
 use super::silent_ui::{SilentLogger, SilentRenderer};
 use super::strategy::DdpStrategy;
+use super::{interrupted_epoch, sharded_learner};
 use crate::checkpoint::scheme;
 use crate::data::{EvalLoader, ShardedLoader};
 use crate::{Ddp, Result, WrapConfig};
@@ -64,6 +64,10 @@ pub trait DdpTrainer {
     /// The launched model must not be wrapped: `launch` gives rank 0's weights to all ranks. Rank 0 decides on early
     /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all of
     /// them report it. `launch` is *collective*, this call is not.
+    ///
+    /// With a checkpointer the signal to [stop](Ddp::stop_requested) ends it after the same step on all ranks, with a
+    /// checkpoint of the epoch under way and, in `checkpoint/position-<epoch>.json`, the position in it;
+    /// `.checkpoint(epoch)` goes on from there. `launch` returns, and `ddp.stop_requested()` is true.
     ///
     /// # Panics
     ///
@@ -144,6 +148,31 @@ pub trait DdpTrainer {
         Me: Metric + Numeric,
         Me::Input: GatherInput;
 
+    /// The last epoch with a checkpoint in `directory`, that of the training, by Burn's default checkpointers, on rank
+    /// 0's machine; `None` if there is none. For `.checkpoint(epoch)` in a program that is started again after it was
+    /// stopped. *Collective*, one step in which a rank sends a few bytes to each other rank.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`](crate::Error::File) if the directory cannot be read.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let folder = tempfile::tempdir()?;
+    /// # let artifacts = folder.path().join("artifacts");
+    /// let ddp = Ddp::init()?;
+    /// assert_eq!(ddp.last_epoch(&artifacts)?, None); // nothing is there yet
+    /// // let training = ddp.training(&artifacts, train, valid).with_default_checkpointers();
+    /// // let training = match ddp.last_epoch(&artifacts)? {
+    /// //     Some(epoch) => training.checkpoint(epoch),
+    /// //     None => training,
+    /// // };
+    /// # anyhow::Ok(())
+    /// ```
+    fn last_epoch(&self, directory: impl AsRef<Path>) -> Result<Option<usize>>;
+
     /// A checkpointer for Burn's `with_custom_checkpointers` with files on rank 0's machine only: rank 0 writes and
     /// reads them, and broadcasts their contents.
     ///
@@ -169,7 +198,8 @@ impl DdpTrainer for Ddp {
     ) -> SupervisedTraining<M> {
         refuse_url(directory.as_ref());
         let (train, valid) = (train.into(), valid.into());
-        let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone(), Location::caller());
+        let folder = directory.as_ref().to_path_buf();
+        let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone(), folder, Location::caller());
         let training = SupervisedTraining::new(directory, Arc::new(train), Arc::new(valid))
             .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
         if self.is_main() {
@@ -200,6 +230,11 @@ impl DdpTrainer for Ddp {
         Me::Input: GatherInput,
     {
         GatheredMetric::new(self.clone(), metric, Location::caller())
+    }
+
+    #[track_caller]
+    fn last_epoch(&self, directory: impl AsRef<Path>) -> Result<Option<usize>> {
+        interrupted_epoch::last_epoch(self, directory.as_ref())
     }
 
     #[track_caller]

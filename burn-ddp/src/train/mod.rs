@@ -16,12 +16,14 @@ mod agreed_stop;
 mod ddp_trainer;
 mod gathered_batches;
 mod gathered_metric;
+mod interrupted_epoch;
 mod mean_metric;
 mod micro_batches;
 mod sharded_learner;
 mod shared_checkpointer;
 mod silent_ui;
 mod strategy;
+mod validation;
 
 pub use accepted_loaders::RankLoader;
 pub use ddp_trainer::DdpTrainer;

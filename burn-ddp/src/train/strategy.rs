@@ -1,8 +1,8 @@
 //! The data-parallel training strategy: the loop of Burn's `SingleDeviceTrainingStrategy` on all ranks together.
 
 use std::panic::Location;
+use std::path::PathBuf;
 
-use burn::data::dataloader::DataLoaderIterator;
 use burn::tensor::Device;
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
@@ -10,15 +10,15 @@ use burn::train::{
     LearningResult, SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
     TrainingComponents, TrainingItem, ValidLoader,
 };
-use burn_ddp_comm::{ReduceOp, attribute_calls};
+use burn_ddp_comm::attribute_calls;
 
 use super::agreed_stop::{agree_to_stop, decide_on_main, fail, report};
+use super::interrupted_epoch::InterruptedEpochs;
 use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
 use crate::intercept::{self, Call, Models, Own, without_mappers};
-use crate::model::running_stats::OwnStatistics;
-use crate::model::sync_buffers::agreed_statistics;
+use crate::stop::tell_saved;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig, agreement};
 
@@ -32,6 +32,8 @@ pub(super) struct DdpStrategy<M: LearnerModel> {
     site: &'static Location<'static>,
     /// The training loader by its own type; Burn's trainer has it as a `DataLoader`.
     train: ShardedLoader<<M as TrainStep>::Input>,
+    /// Directory of the training.
+    directory: PathBuf,
 }
 
 impl<M: LearnerModel> DdpStrategy<M> {
@@ -39,9 +41,10 @@ impl<M: LearnerModel> DdpStrategy<M> {
         ddp: Ddp,
         config: WrapConfig,
         train: ShardedLoader<<M as TrainStep>::Input>,
+        directory: PathBuf,
         site: &'static Location<'static>,
     ) -> Self {
-        DdpStrategy { ddp, config, site, train }
+        DdpStrategy { ddp, config, site, train, directory }
     }
 
     /// Gives all ranks the same weights. Returns the taps, which each step attaches, and the device. `micro_batches` is
@@ -128,7 +131,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
-        let DdpStrategy { ddp, train: sharded, site, .. } = self.0;
+        let DdpStrategy { ddp, train: sharded, site, directory, .. } = self.0;
         let TrainingComponents {
             num_epochs,
             mut checkpointer,
@@ -141,7 +144,21 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
         let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
-        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner, accumulation, &event_store)) {
+        let interrupted = InterruptedEpochs::of_training(ddp, directory);
+        let prepared = attribute_calls(site, || {
+            let left = match starting_epoch {
+                1 => None,
+                next => interrupted.load(next - 1, &learner.model())?,
+            };
+            let (taps, device) = self.0.prepare(&mut learner, accumulation, &event_store)?;
+            // Burn counts epochs from 1. A resumed training continues with the order of its epoch.
+            match &left {
+                Some(left) => sharded.resume(&left.position)?,
+                None => sharded.set_epoch(starting_epoch - 1),
+            }
+            Ok((left, taps, device))
+        });
+        let (mut left, taps, device) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error, so none waits for this one.
@@ -150,20 +167,27 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             }
         };
         let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
-        // Burn counts epochs from 1. A resumed training continues with the order of its epoch.
-        sharded.set_epoch(starting_epoch - 1);
         // With logical ranks each step has equally many batches on every rank.
         let leaves = ddp.state().leaves.division().map(|division| division.of_rank(0).len());
         let accumulation = leaves.unwrap_or(accumulation);
-        let mut run = Run { ddp, site, sharded, taps, learner, accumulation, events: event_processor, interrupter };
+        let (events, saves) = (event_processor, checkpointer.is_some());
+        let mut run = Run { ddp, site, sharded, taps, learner, accumulation, saves, events, interrupter };
 
-        for epoch in starting_epoch..=num_epochs {
-            let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: train.num_items() };
-            run.report_train(start);
-            let stopped = run.train(&train);
-            run.report_train(LearnerEvent::EndSplit(epoch));
-            if stopped {
-                break;
+        let mut interrupted_in = None;
+        let first_epoch = if left.is_some() { starting_epoch - 1 } else { starting_epoch };
+        for epoch in first_epoch..=num_epochs {
+            if !left.take().is_some_and(|left| left.was_trained) {
+                let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: train.num_items() };
+                run.report_train(start);
+                let stopped = run.train(&train);
+                run.report_train(LearnerEvent::EndSplit(epoch));
+                if stopped {
+                    if run.stop_requested() && run.interrupter.error().is_none() {
+                        run.save_interrupted(checkpointer.as_mut(), epoch, &interrupted, &event_store);
+                        interrupted_in = Some(epoch);
+                    }
+                    break;
+                }
             }
             let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid.num_items() };
             run.report_valid(start);
@@ -172,6 +196,11 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             run.report_train(LearnerEvent::EndEpoch(epoch));
             run.flush();
             if stops(&run.interrupter) {
+                break;
+            }
+            if run.stop_requested() {
+                run.save_interrupted(checkpointer.as_mut(), epoch, &interrupted, &event_store);
+                interrupted_in = Some(epoch);
                 break;
             }
             if run.checkpoint(checkpointer.as_mut(), epoch, &event_store) {
@@ -186,32 +215,37 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         }
         // Dropping it finishes pending writes, which may fail.
         drop(checkpointer);
+        if let Some(epoch) = interrupted_in.filter(|_| ddp.is_main() && run.interrupter.error().is_none()) {
+            tell_saved(ddp.world(), &format!("{}, epoch {epoch}", directory.display()));
+        }
         stops(&run.interrupter);
         (run.result(), run.events)
     }
 }
 
 /// The state of a running training on this rank.
-struct Run<'a, M: LearnerModel> {
-    ddp: &'a Ddp,
-    site: &'static Location<'static>,
+pub(super) struct Run<'a, M: LearnerModel> {
+    pub(super) ddp: &'a Ddp,
+    pub(super) site: &'static Location<'static>,
     sharded: &'a ShardedLoader<<M as TrainStep>::Input>,
-    taps: Taps,
-    learner: Learner<M>,
+    pub(super) taps: Taps,
+    pub(super) learner: Learner<M>,
     /// Micro-batches per optimizer step.
     accumulation: usize,
+    /// True with a checkpointer. Without one a signal ends the program as any other.
+    pub(super) saves: bool,
     events: SupervisedTrainingEventProcessor<M>,
-    interrupter: Interrupter,
+    pub(super) interrupter: Interrupter,
 }
 
 impl<M: LearnerModel> Run<'_, M> {
     /// True if some parameters of the learner's model are sharded.
-    fn is_in_parts(&self) -> bool {
+    pub(super) fn is_in_parts(&self) -> bool {
         self.taps.wrapped.shards().is_some()
     }
 
     /// The learner's model: with taps if it is in parts, else without the mappers of [`sharded_learner`].
-    fn result(&self) -> M {
+    pub(super) fn result(&self) -> M {
         match self.is_in_parts() {
             true => self.taps.attach(self.learner.model()),
             false => without_mappers(self.learner.model()),
@@ -248,7 +282,34 @@ impl<M: LearnerModel> Run<'_, M> {
         false
     }
 
-    /// Trains for one epoch. Returns true if it ended early, on all ranks.
+    /// True once all ranks have agreed to save and stop.
+    pub(super) fn stop_requested(&self) -> bool {
+        self.saves && self.ddp.stop_requested()
+    }
+
+    /// Saves a checkpoint in the middle of `epoch`, or before the end of its validation, and ends the training.
+    fn save_interrupted(
+        &self,
+        checkpointer: Option<&mut LearningCheckpointer<M>>,
+        epoch: usize,
+        interrupted: &InterruptedEpochs<'_>,
+        events: &EventStoreClient,
+    ) {
+        let position = self.sharded.position();
+        // Burn counts epochs from 1.
+        let was_trained = position.epoch() == epoch;
+        let save = || interrupted.save(epoch, position, was_trained, &self.result());
+        match attribute_calls(self.site, save) {
+            Ok(()) => {
+                self.checkpoint(checkpointer, epoch, events);
+                self.interrupter
+                    .stop(Some(&format!("asked to stop; the checkpoint of epoch {epoch} is in its middle")));
+            }
+            Err(error) => report(self.ddp, &self.interrupter, &error),
+        }
+    }
+
+    /// Trains for one epoch. Returns true if it ended early, on all ranks; also if the ranks have agreed to stop.
     fn train(&mut self, loader: &TrainLoader<M>) -> bool {
         let mut batches = loader.iter();
         let mut micro_batches = MicroBatches::new(self.accumulation, !self.is_logical());
@@ -289,7 +350,8 @@ impl<M: LearnerModel> Run<'_, M> {
                 let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
                 self.report_train(LearnerEvent::ProcessedItem(item));
             }
-            if completes && attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter)) {
+            let stops = || attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter));
+            if completes && (stops() || self.stop_requested()) {
                 return true;
             }
         }
@@ -331,95 +393,11 @@ impl<M: LearnerModel> Run<'_, M> {
         Ok((output, reduced))
     }
 
-    /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
-    fn validate(&mut self, loader: &ValidLoader<M>) {
-        let model = self.learner.model();
-        let wrapped = &self.taps.wrapped;
-        let agreed = || agreed_statistics(self.ddp.group(), &model, std::slice::from_ref(wrapped));
-        match attribute_calls(self.site, agreed) {
-            Ok(own) => {
-                own.into_iter().for_each(OwnStatistics::replace);
-                wrapped.keep_statistics(true);
-            }
-            Err(error) => return fail(self.ddp, &self.interrupter, error),
-        }
-        if self.is_in_parts() {
-            return self.validate_in_step(loader);
-        }
-        // Taps cast what the forward reads.
-        let model = if wrapped.computes_in_half() { self.taps.attach(model) } else { model }.valid();
-        let mut batches = loader.iter();
-        let mut iteration = 0;
-        while let Some(batch) = batches.next() {
-            let batch = match batch {
-                Ok(batch) => batch,
-                Err(error) => {
-                    self.interrupter.fail(error);
-                    break;
-                }
-            };
-            let progress = batches.progress();
-            iteration += 1;
-            let item = InferenceStep::step(&model, batch);
-            self.report_valid(LearnerEvent::ProcessedItem(TrainingItem::new(item, progress, Some(iteration), None)));
-            if self.interrupter.should_stop() {
-                break;
-            }
-        }
-    }
-
-    /// Validates a model with sharded parameters, which all ranks must read together. A rank with fewer batches than
-    /// others passes its batches again, and does not count them.
-    fn validate_in_step(&mut self, loader: &ValidLoader<M>) {
-        let (ddp, site) = (self.ddp, self.site);
-        let model = self.result().valid();
-        let mut batches = loader.iter();
-        let mut fill_in: Option<Box<dyn DataLoaderIterator<<M as InferenceStep>::Input> + '_>> = None;
-        let mut iteration = 0;
-        loop {
-            let own = batches.next().transpose().unwrap_or_else(|error| {
-                self.interrupter.fail(error);
-                None
-            });
-            let mut any = [u8::from(own.is_some())];
-            let agreed = attribute_calls(site, || ddp.group().all_reduce(&mut any, ReduceOp::Max));
-            if let Err(error) = agreed {
-                return fail(ddp, &self.interrupter, error.into());
-            }
-            if attribute_calls(site, || agree_to_stop(ddp, &self.interrupter)) || any[0] == 0 {
-                return;
-            }
-            let counts = own.is_some();
-            let again = || {
-                let next = fill_in.as_mut().and_then(|batches| batches.next());
-                next.or_else(|| fill_in.insert(loader.iter()).next())
-            };
-            let batch = match own.map(Ok).or_else(again) {
-                Some(Ok(batch)) => batch,
-                Some(Err(error)) => return fail(ddp, &self.interrupter, Error::invalid(error.to_string())),
-                None => {
-                    let reason = "this rank has no item to validate, but all ranks must read sharded parameters \
-                        together: there are fewer items than ranks";
-                    return fail(ddp, &self.interrupter, Error::invalid(reason));
-                }
-            };
-            let item = match intercept::catch(|| InferenceStep::step(&model, batch)) {
-                Ok(item) => item,
-                Err(error) => return fail(ddp, &self.interrupter, error),
-            };
-            if counts {
-                iteration += 1;
-                let item = TrainingItem::new(item, batches.progress(), Some(iteration), None);
-                self.report_valid(LearnerEvent::ProcessedItem(item));
-            }
-        }
-    }
-
     fn report_train(&mut self, event: LearnerEvent<<M as TrainStep>::Output>) {
         self.interrupter.fail_on_error(self.events.process_train(event));
     }
 
-    fn report_valid(&mut self, event: LearnerEvent<<M as InferenceStep>::Output>) {
+    pub(super) fn report_valid(&mut self, event: LearnerEvent<<M as InferenceStep>::Output>) {
         self.interrupter.fail_on_error(self.events.process_valid(event));
     }
 

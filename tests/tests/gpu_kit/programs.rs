@@ -3,7 +3,7 @@
 
 use std::panic::catch_unwind;
 use std::path::Path;
-use std::process::exit;
+use std::process::{ExitCode, exit};
 
 use anyhow::Result;
 use burn_ddp_examples::{log_to_stderr, trainer};
@@ -35,11 +35,11 @@ const PROGRAMS: [(&str, Program); 7] = [
     }),
     ("gpt", || {
         log_to_stderr();
-        gpt::run(&gpt::Cli::parse())
+        gpt::run(&gpt::Cli::parse()).map(drop)
     }),
     ("mnist", || {
         log_to_stderr();
-        mnist::run(&mnist::Cli::parse())
+        mnist::run(&mnist::Cli::parse()).map(drop)
     }),
     ("nccl_check", || {
         nccl_check::main();
@@ -48,7 +48,7 @@ const PROGRAMS: [(&str, Program); 7] = [
     ("rank", rank::main),
     ("resnet", || {
         log_to_stderr();
-        resnet::run(&resnet::Cli::parse())
+        resnet::run(&resnet::Cli::parse()).map(drop)
     }),
 ];
 
@@ -69,7 +69,7 @@ extern "C" fn run_program() {
     exit(match catch_unwind(program) {
         Ok(Ok(())) => 0,
         Ok(failed) => {
-            trainer::exit_code(failed);
+            trainer::exit_code(failed.map(|()| ExitCode::FAILURE));
             1
         }
         Err(_) => 101,

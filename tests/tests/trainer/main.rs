@@ -4,6 +4,7 @@
 mod halves;
 mod killed;
 mod sharded;
+mod stopped;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -167,6 +168,7 @@ impl TrainStep for Net {
     fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
         assert_ne!(self.panics_in, "training");
         killed::killed_in_this_step();
+        stopped::count(true);
         let output = self.forward(batch.x.clone(), batch.rare);
         let loss = CrossEntropyLossConfig::new().init(&output.device()).forward(output.clone(), batch.classes.clone());
         let grads = if self.forgets_scale { loss.backward() } else { scale_loss(&loss).backward() };
@@ -202,6 +204,7 @@ impl InferenceStep for Net {
     /// With the loss of each item, so that the mean counts items.
     fn step(&self, batch: Batch) -> ClassificationOutput {
         assert_ne!(self.panics_in, "validation");
+        stopped::count(false);
         let output = self.forward(batch.x, batch.rare);
         let loss =
             log_softmax(output.clone(), 1).gather(1, batch.classes.clone().unsqueeze_dim(1)).neg().squeeze_dim(1);

@@ -1,0 +1,119 @@
+//! Burn's trainer asked to stop: it saves in the middle of an epoch, and goes on with the bits of an undisturbed run.
+
+use std::cell::RefCell;
+
+use super::*;
+
+/// A call of the model's steps after which this rank wishes to stop.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum At {
+    Training(usize),
+    Validation(usize),
+}
+
+thread_local! {
+    /// The rank of this thread, and its calls that are still to come before the wish.
+    static WISH: RefCell<Option<(Ddp, At)>> = const { RefCell::new(None) };
+}
+
+/// Counts a call of this rank's model.
+pub(super) fn count(trains: bool) {
+    WISH.with_borrow_mut(|wish| {
+        let Some((ddp, at)) = wish else { return };
+        match (at, trains) {
+            (At::Training(0), true) | (At::Validation(0), false) => ddp.request_stop(),
+            (At::Training(left), true) | (At::Validation(left), false) => *left -= 1,
+            _ => return,
+        }
+        if ddp.stop_wished() {
+            *wish = None;
+        }
+    });
+}
+
+/// Four epochs of eight steps.
+fn training() -> Job {
+    Job { epochs: 4, shuffle: true, optim: || AdamConfig::new().init(), ..Job::new() }
+}
+
+/// Goes on in `directory`, until `rank` wishes to stop at `at`. Returns each rank's outcome, and whether it stopped.
+fn go_on(job: &Job, world: usize, model: &Net, directory: &Path, stop: Option<(usize, At)>) -> Vec<(Outcome, bool)> {
+    let ranks = Ddp::spawn(world, |ddp| {
+        if let Some((_, at)) = stop.filter(|(rank, _)| *rank == ddp.rank()) {
+            WISH.set(Some((ddp.clone(), at)));
+        }
+        let last = ddp.last_epoch(directory)?;
+        let outcome = job.on_rank(&ddp, model.clone(), directory, |training| {
+            let training = training.with_default_checkpointers();
+            last.into_iter().fold(training, SupervisedTraining::checkpoint)
+        });
+        WISH.set(None);
+        Ok((outcome?, ddp.stop_requested()))
+    });
+    ranks.unwrap()
+}
+
+#[test]
+fn a_training_that_is_stopped_anywhere_goes_on_with_the_same_bits() {
+    let sharding = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
+    let (sharded, added_up) =
+        (Job { sharding: Some(sharding), ..training() }, Job { accumulation: Some(2), ..training() });
+    let model = model();
+    for (what, job, world, stops) in [
+        ("alone", training(), 1, vec![At::Training(3), At::Validation(0)]),
+        (
+            "first and last step",
+            training(),
+            2,
+            vec![At::Training(0), At::Training(6), At::Training(7), At::Training(8)],
+        ),
+        ("validation", training(), 2, vec![At::Validation(0), At::Validation(2), At::Validation(9)]),
+        ("sharded", sharded, 2, vec![At::Training(4), At::Validation(1), At::Training(7)]),
+        ("accumulated", added_up, 2, vec![At::Training(2), At::Training(5), At::Training(7)]),
+    ] {
+        let straight = job.together(world, &model);
+        let directory = tempfile::tempdir().unwrap();
+        for (nth, at) in stops.into_iter().enumerate() {
+            let ranks = go_on(&job, world, &model, directory.path(), Some((nth % world, at)));
+            for (outcome, stopped) in &ranks {
+                assert_eq!((outcome.error.as_ref(), stopped), (None, &true), "{what}, {at:?}");
+                let reason = outcome.interrupted.clone().flatten().unwrap_or_default();
+                assert!(reason.contains("asked to stop"), "{what}, {at:?}: {reason}");
+            }
+        }
+        for (outcome, stopped) in go_on(&job, world, &model, directory.path(), None) {
+            assert_eq!((outcome.error, outcome.interrupted.is_some(), stopped), (None, false, false), "{what}");
+            assert_eq!(outcome.hash, straight.hash, "{what}");
+            // The epochs since the last stop have their curves.
+            let last =
+                |finals: &Finals| finals.iter().filter(|(key, _)| key.2 == 4).map(|(_, v)| *v).collect::<Vec<_>>();
+            assert_eq!(last(&outcome.finals), last(&straight.finals), "{what}");
+        }
+    }
+}
+
+#[test]
+fn without_checkpoints_the_wish_to_stop_changes_nothing() {
+    let ranks = Ddp::spawn(2, |ddp| {
+        WISH.set(Some((ddp.clone(), At::Training(3))));
+        let outcome = training().on_rank(&ddp, model(), Path::new("unused"), |t| t);
+        WISH.set(None);
+        Ok(outcome?)
+    });
+    let straight = training().together(2, &model());
+    assert!(ranks.unwrap().iter().all(|rank| rank.hash == straight.hash && rank.interrupted.is_none()));
+}
+
+#[test]
+fn the_position_of_an_earlier_run_does_not_count() {
+    let (job, model, directory) = (training(), model(), tempfile::tempdir().unwrap());
+    go_on(&job, 2, &model, directory.path(), Some((1, At::Training(3))));
+    let position = std::fs::read(directory.path().join("checkpoint/position-1.json")).unwrap();
+    go_on(&job, 2, &model, directory.path(), Some((0, At::Training(9))));
+    // The second run has ended the first epoch, whose checkpoint is that of its end now.
+    assert_eq!(std::fs::read(directory.path().join("checkpoint/position-1.json")).unwrap(), position);
+    let files = ["model", "optim", "scheduler"].map(|name| directory.path().join(format!("checkpoint/{name}-2.bpk")));
+    files.iter().for_each(|file| std::fs::remove_file(file).unwrap());
+    let hash = go_on(&job, 2, &model, directory.path(), None).remove(0).0.hash;
+    assert_eq!(hash, job.together(2, &model).hash);
+}
