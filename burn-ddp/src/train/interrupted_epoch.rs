@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::Position;
 use crate::file_failure::FileFailure;
 use crate::model::param_hash::param_hash;
-use crate::{Ddp, Result, main_first};
+use crate::{Ddp, Error, Result, main_first};
 
 /// State of an epoch that was interrupted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -46,19 +46,20 @@ impl<'a> InterruptedEpochs<'a> {
         })
     }
 
-    /// The state in which the checkpoint of `epoch` was saved, if `model`, which was loaded from it, is in the middle
-    /// of that epoch. *Collective*.
-    pub(super) fn load<M: Module>(&self, epoch: usize, model: &M) -> Result<Option<InterruptedEpoch>> {
-        let own = if self.ddp.is_main() { param_hash(model)? } else { String::new() };
-        main_first::on_main(self.ddp.group(), || {
-            let text = match fs::read(self.file(epoch)) {
+    /// The state in which the checkpoint of `epoch` was saved, if the `parameters` with this hash, which were loaded
+    /// from it, are in the middle of that epoch. *Collective*.
+    pub(super) fn load(&self, epoch: usize, parameters: &str) -> Result<Option<InterruptedEpoch>> {
+        // As text: what `Position` flattens can be sent in no other form.
+        let text = main_first::on_main(self.ddp.group(), || {
+            let text = match fs::read_to_string(self.file(epoch)) {
                 Ok(text) => text,
                 Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
                 Err(e) => return Err(self.failure("read", epoch, &e.to_string())),
             };
-            let state = serde_json::from_slice(&text).map_err(|e| self.failure("read", epoch, &e.to_string()))?;
-            Ok(Some(state).filter(|state: &InterruptedEpoch| state.parameters == own))
-        })
+            let state = parse(&text).map_err(|e| self.failure("read", epoch, &e.to_string()))?;
+            Ok(Some(text).filter(|_| state.parameters == parameters))
+        })?;
+        text.map(|text| parse(&text)).transpose().map_err(|e| Error::file(e.to_string()))
     }
 
     fn file(&self, epoch: usize) -> PathBuf {
@@ -70,6 +71,10 @@ impl<'a> InterruptedEpochs<'a> {
         FileFailure::from(format!("cannot {verb} the position in epoch {epoch}, {}: {reason}", file.display()))
             .at(&file)
     }
+}
+
+fn parse(text: &str) -> serde_json::Result<InterruptedEpoch> {
+    serde_json::from_str(text)
 }
 
 /// Directory of the default checkpointers of a training.

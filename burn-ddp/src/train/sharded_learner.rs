@@ -29,6 +29,7 @@ use crate::intercept::{answers, is_bypassed, own_rows, parts};
 use crate::model::burnpack_header::{Pack, header_bytes};
 use crate::model::burnpack_tensors::{aligned, header, others, tensors};
 use crate::model::burnpack_writer::Sink;
+use crate::model::param_hash::param_hash;
 use crate::model::values::values;
 use crate::optimizer::element_wise::{device_of, mixes_elements, refuse_mixing};
 use crate::optimizer::sharded_state::StateInParts;
@@ -200,6 +201,19 @@ pub(super) fn cut<M: LearnerModel>(
         learner.load_optim(read(own)?);
     }
     Ok(())
+}
+
+/// Reads all that `learner` has loaded, and returns the hash of its parameters. Burn reads a file when its values are
+/// first used, and a checkpoint of the same epoch may have overwritten it by then.
+pub(super) fn read_loaded<M: LearnerModel>(learner: &mut Learner<M>, events: &EventStoreClient) -> Result<String> {
+    let model = learner.model();
+    let hash = param_hash(&model)?;
+    learner.load_model(model.into_record());
+    let state = state_of(learner, events)?;
+    if !state.is_empty() {
+        learner.load_optim(read(bytes_of(state)?)?);
+    }
+    Ok(hash)
 }
 
 /// A learner to be saved: the one that trains, with the whole state of the optimizer, and whole values of the model.

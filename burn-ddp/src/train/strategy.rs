@@ -146,10 +146,12 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
         let interrupted = InterruptedEpochs::of_training(ddp, directory);
         let prepared = attribute_calls(site, || {
-            let left = match starting_epoch {
-                1 => None,
-                next => interrupted.load(next - 1, &learner.model())?,
-            };
+            let mut left = None;
+            if starting_epoch > 1 {
+                let read = sharded_learner::read_loaded(&mut learner, &event_store);
+                let parameters = agreement::on_outcome(ddp.group(), "read its checkpoint", read)?;
+                left = interrupted.load(starting_epoch - 1, &parameters)?;
+            }
             let (taps, device) = self.0.prepare(&mut learner, accumulation, &event_store)?;
             // Burn counts epochs from 1. A resumed training continues with the order of its epoch.
             match &left {
