@@ -6,6 +6,7 @@ mod checkpoint;
 mod dropout;
 mod fault;
 mod logical;
+mod preempt;
 mod sharded_fault;
 
 use std::time::{Duration, Instant};
@@ -19,6 +20,10 @@ use burn_ddp_tests::{Mlp, Optim, awkward, rows, split_training, to_f64, train, v
 
 pub(crate) fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
+    if scenario == "preempt" {
+        let code = preempt::run(Ddp::init()?)?;
+        std::process::exit(code);
+    }
     if scenario == "fault" {
         return fault::main();
     }
