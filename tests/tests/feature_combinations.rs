@@ -39,11 +39,13 @@ enum Feature {
     LogicalRanks,
     /// Forward and backward in f16, with a loss scale.
     Halves,
+    /// The last rank wishes to stop in each epoch; the ranks agree, and train on.
+    Stop,
 }
 
 use Feature::*;
 
-const ALL: [Feature; 12] = [
+const ALL: [Feature; 13] = [
     Accumulation,
     UnusedParameters,
     Join,
@@ -56,6 +58,7 @@ const ALL: [Feature; 12] = [
     WorldOfOne,
     LogicalRanks,
     Halves,
+    Stop,
 ];
 
 /// Reason why two features do not go together.
@@ -220,20 +223,33 @@ fn parts(rank: usize, world: usize) -> Vec<usize> {
 fn epoch(cell: &Cell, run: &Run, units: &mut [Unit], number: usize) -> anyhow::Result<()> {
     let (ddp, rank, world) = (&run.ddp, run.ddp.rank(), run.ddp.world_size());
     let parts = parts(rank, world);
+    let mut stops = Vec::new();
     for micro_batch in 0..cell.micro_batches(rank, world) {
+        if cell.has(Stop) && micro_batch == 1 && rank + 1 == world {
+            ddp.request_stop();
+        }
         for unit in &mut *units {
             let loss = unit.loss(run, 10 * number + micro_batch, &parts) * (1.0 / parts.len() as f64);
             let grads = ddp.weighted(parts.len() as f64).backward(&loss, &unit.nets)?;
             unit.step(cell, grads);
+            stops.push(ddp.stop_requested());
         }
     }
-    for unit in units {
+    for unit in &mut *units {
         if cell.has(Join) {
             ddp.join(&mut unit.nets, &mut unit.optim)?;
         } else if !cell.leaves_held(number) {
             let grads = ddp.flush(&unit.nets)?;
             unit.step(cell, grads);
         }
+    }
+    if cell.has(Stop) && number == 0 {
+        let first = stops.iter().position(|stops| *stops).map_or(-1, |call| call as i64);
+        let all = ddp.group().all_gather(&[first])?;
+        // The wish of the second micro-batch reaches all in the next step that is reduced.
+        let calls = units.len() * cell.accumulation();
+        assert!(all.iter().all(|call| *call == all[0]), "{:?}: {all:?}", cell.0);
+        assert!((units.len()..units.len() + calls).contains(&(all[0] as usize)), "{:?}: {all:?}", cell.0);
     }
     Ok(())
 }
@@ -377,4 +393,5 @@ rows! {
     world_of_one WorldOfOne,
     logical_ranks LogicalRanks,
     halves Halves,
+    stop Stop,
 }
