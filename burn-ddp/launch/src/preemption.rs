@@ -8,6 +8,11 @@ use burn_ddp_comm::StopSignal;
 use crate::node_outcome::{NodeOutcome, RankOutcome};
 use crate::rank_exit::RankExit;
 
+/// The signal that asks to stop is the same if it comes again within this time: a scheduler may send it to several
+/// processes that pass it on to this one. Longer than the time that ranks have for that, so that they take a second one
+/// for a second.
+pub(crate) const SAME_WISH: Duration = Duration::from_millis(1500);
+
 /// Settings of a job's preemption.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Preemption {

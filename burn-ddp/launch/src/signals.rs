@@ -13,18 +13,16 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn_ddp_comm::StopSignal;
 use libc::c_int;
 
 use crate::event::Event;
+use crate::preemption::SAME_WISH;
 
 /// Signals that end a job.
 const ENDS: [c_int; 6] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU];
-/// A signal to stop that comes again within this time is the same: a scheduler may send it to several processes that
-/// pass it on to this one. Longer than the time that ranks have for that, so that they take a second one for a second.
-const SAME_WISH: Duration = Duration::from_millis(1500);
 /// Signals for the ranks.
 const PASSED_ON: [c_int; 2] = [libc::SIGUSR1, libc::SIGUSR2];
 /// Of these signals a program's own handler or setting stays.

@@ -301,6 +301,10 @@ impl Supervisor {
             libc::SIGTSTP => return self.suspend(),
             _ => self.signalled = true,
         }
+        // Another launcher may have passed it on before.
+        if self.preemption_is_under_way(now, signal) {
+            return;
+        }
         match self.phase {
             Phase::Stopping { .. } if signal == libc::SIGINT => {
                 self.hurried = self.asked.is_some();

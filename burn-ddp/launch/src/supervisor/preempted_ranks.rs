@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::post_mortem::Event;
 
 use super::{Phase, Supervisor};
-use crate::preemption::Preemption;
+use crate::preemption::{Preemption, SAME_WISH};
 use crate::rank_exit::RankExit;
 
 impl Supervisor {
@@ -30,6 +30,12 @@ impl Supervisor {
     pub(super) fn end_by(&mut self, now: Instant, signal: i32) {
         self.asked = self.settings.preemption.is_by(signal).then_some(now);
         self.stop(now, signal);
+    }
+
+    /// True if the ranks have just been asked to stop, and `signal` says the same.
+    pub(super) fn preemption_is_under_way(&self, now: Instant, signal: i32) -> bool {
+        let just = |asked: Instant| now.saturating_duration_since(asked) < SAME_WISH;
+        self.settings.preemption.is_by(signal) && self.asked.is_some_and(just)
     }
 
     /// Time that the ranks have between the signal to end and SIGKILL.

@@ -681,6 +681,9 @@ fn ranks_that_can_stop_have_longer_to_save() {
 fn a_second_signal_leaves_no_time_to_save() {
     let mut bench = able(2);
     bench.signal(SIGTERM);
+    // The same one, by another way.
+    assert_eq!(bench.signal(SIGTERM), []);
+    bench.pass(1_500);
     assert_eq!(bench.signal(SIGTERM), all(2, SIGTERM));
     assert_eq!(bench.pass(GRACE), all(2, SIGKILL));
     let outcome = {
