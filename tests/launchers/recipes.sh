@@ -29,6 +29,8 @@ ln -s "$burnrun" "$dir/burnrun"
 cat >"$dir/scontrol" <<'END'
 #!/bin/sh
 [ "$*" = "show hostnames m[1-2]" ] && printf 'm1\nm2\n'
+[ "$1" = requeue ] && echo "queued again: $2"
+exit 0
 END
 cat >"$dir/srun" <<END
 #!/bin/bash
@@ -42,6 +44,13 @@ cd "$dir" || exit 1
 job "the batch file" env PATH="$dir:$PATH" SLURM_JOB_ID=4711 SLURM_NNODES=2 "SLURM_JOB_NODELIST=m[1-2]" RANKS_PER_NODE=2 \
     bash "$recipes/slurm.sbatch" "$hello" --steps 20
 all_done 4 burnrun
+
+after 3 pkill -o -TERM -f "^burnrun --nnodes 2"
+job "the batch file, asked to stop" env PATH="$dir:$PATH" SLURM_JOB_ID=4712 SLURM_NNODES=2 "SLURM_JOB_NODELIST=m[1-2]" \
+    RANKS_PER_NODE=2 bash "$recipes/slurm.sbatch" "$hello" --steps 3000 --pause 10
+[ "$code" = 75 ] || wrong "the exit code is $code"
+said "queued again: 4712" 1
+no_rank_is_left
 
 # Kubernetes and Kubeflow: two pods with the variables and the command of the recipe; the name of the first pod resolves late.
 cat >"$dir/pod.py" <<'END'

@@ -44,6 +44,7 @@ Environment variables of each rank, in addition to burnrun's own:
   BURN_DDP_MASTER, BURN_DDP_STORE, BURN_DDP_JOB_ID  burnrun's store, where ranks meet; id of the job
   BURN_DDP_SECRET_FILE                              the secret that admits the rank to the job
   BURN_DDP_EVENTS, BURN_DDP_REPORT_DIR              file and directory for the rank's failures
+  BURN_DDP_PREEMPT_SIGNAL                           the signal that asks ranks to save and stop
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,   the same under torchrun's names
     GROUP_RANK, MASTER_ADDR, MASTER_PORT
   RAYON_NUM_THREADS, OMP_NUM_THREADS                cores of the rank: all / ranks, or its own with
@@ -55,7 +56,8 @@ Stopping:
   The first rank that fails ends the job on all machines: the other ranks have up to
   3 s to end by themselves, then get SIGTERM, and SIGKILL after the grace time. Ctrl-C,
   SIGTERM, SIGHUP, SIGQUIT, SIGALRM and SIGXCPU are passed on to all ranks and end the
-  job; a second Ctrl-C kills them. SIGUSR1 and SIGUSR2 are passed on alone. Processes
+  job; a second Ctrl-C kills them. SIGUSR1 and SIGUSR2 are passed on alone. After SIGTERM,
+  or the signal of --preempt-signal, ranks that can save have 60 s to do so. Processes
   that the ranks have started end with them, also if burnrun itself is killed. Ctrl-Z
   stops the ranks and burnrun until `fg`. The ranks' stdin is /dev/null, except with
   --stdio first-rank-inherits.
@@ -65,6 +67,8 @@ Exit code, the same on all machines:
   the rank's     exit code of the rank that failed first; 128 + signal if a signal
                  killed it (137: SIGKILL, 139: SIGSEGV)
   130, 143, 129  stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP; 128 + signal for others
+  75             the ranks have saved and stopped after SIGTERM or --preempt-signal
+                 (see --preempt-exit-code)
   2              wrong usage
   126, 127       the program cannot be executed, or was not found
   1              the job could not be started for another reason, or a machine was lost";
