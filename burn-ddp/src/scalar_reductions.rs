@@ -71,9 +71,7 @@ mod sealed {
                     let stop = &ddp.state().stop;
                     let mut value = [f64::from(self), f64::from(u8::from(stop.is_wished()))];
                     ddp.group().all_reduce(&mut value, op)?;
-                    if value[1] > 0.0 {
-                        stop.agree();
-                    }
+                    stop.agree(value[1] > 0.0);
                     Ok(value[0] as $float)
                 }
             }
@@ -94,9 +92,7 @@ mod sealed {
                     let wished = i64::from(stop.is_wished());
                     let mut halves = [(value & 0xffff_ffff) as i64, (value >> 32) as i64, wished];
                     ddp.group().all_reduce(&mut halves, op)?;
-                    if halves[2] > 0 {
-                        stop.agree();
-                    }
+                    stop.agree(halves[2] > 0);
                     let sum = (i128::from(halves[1]) << 32) + i128::from(halves[0]);
                     let integer = stringify!($integer);
                     let outside = || format!("the sum over all ranks is {sum}, outside of {integer}");

@@ -13,8 +13,6 @@ use signal_hook::low_level::emulate_default_handler;
 
 use crate::{Ddp, Result};
 
-/// Exit code of a rank that has stopped because it was asked to: `EX_TEMPFAIL` of `sysexits.h`, try again later.
-const STOPPED: u8 = 75;
 /// A signal that comes again within this time is the same wish: a scheduler may send it to burnrun and to the ranks,
 /// and burnrun passes it on.
 const SAME_WISH: Duration = Duration::from_secs(1);
@@ -31,8 +29,10 @@ pub(crate) struct StopWish {
     whole: Option<Arc<StopWish>>,
     wished: AtomicBool,
     agreed: AtomicBool,
-    /// True once the launcher knows that the program looks whether it should stop, and that it was told to.
-    told: [AtomicBool; 2],
+    /// True once the program has looked whether it should stop, and the launcher knows.
+    has_looked: AtomicBool,
+    /// True once the program has been told to stop, and the launcher knows.
+    was_told: AtomicBool,
 }
 
 impl StopWish {
@@ -55,9 +55,11 @@ impl StopWish {
         }
     }
 
-    /// Notes that the ranks of the handle stop. All of them do so in the same call.
-    pub(crate) fn agree(&self) {
-        self.agreed.store(true, Ordering::Relaxed);
+    /// Notes whether any rank of the handle wishes to stop. All ranks do so in the same call.
+    pub(crate) fn agree(&self, any: bool) {
+        if any {
+            self.agreed.store(true, Ordering::Relaxed);
+        }
     }
 
     fn is_agreed(&self) -> bool {
@@ -73,6 +75,10 @@ impl Ddp {
     /// that average gradients (a flag travels with them, so that it costs nothing), [`sum`](Self::sum),
     /// [`mean`](Self::mean) and [`agree_to_stop`](Self::agree_to_stop). So all ranks take the same branch, without a
     /// collective. On the handle of a [part](Self::split) it is the agreement of its ranks, or of all.
+    ///
+    /// A rank whose batch weighs 0 takes no part in averages: its wish comes with its next batch that weighs more. The
+    /// same holds for a rank that waits in [`join`](Self::join). Such a rank takes no branch, either: leave the loop,
+    /// `join`, and then save.
     ///
     /// From the first call on, in any process of the job, the signal no longer ends this one: SIGTERM, or the signal
     /// that BURN_DDP_PREEMPT_SIGNAL names (`burnrun --preempt-signal`). A second one, at least a second later, does.
@@ -181,14 +187,13 @@ impl Ddp {
         self.tell_that_it_looks(false);
         let mut wished = [u8::from(self.state().stop.is_wished())];
         self.group().all_reduce(&mut wished, ReduceOp::Max)?;
-        if wished[0] != 0 {
-            self.state().stop.agree();
-        }
+        self.state().stop.agree(wished[0] != 0);
         Ok(self.stop_requested())
     }
 
-    /// Exit code for `main` to return: 75 if [`stop_requested`](Self::stop_requested), else 0. Launchers other than
-    /// burnrun, and their scripts, tell by it that the job is to be started again.
+    /// Exit code for `main` to return: 75 if [`stop_requested`](Self::stop_requested) has returned true; else 0, also
+    /// if a wish came after the program's last look. Launchers other than burnrun, and their scripts, tell by it that
+    /// the job is to be started again.
     ///
     /// # Example
     ///
@@ -206,18 +211,22 @@ impl Ddp {
     /// ```
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
-        if self.state().stop.is_agreed() { ExitCode::from(STOPPED) } else { ExitCode::SUCCESS }
+        match self.state().stop.was_told.load(Ordering::Relaxed) {
+            true => ExitCode::from(StopSignal::EXIT_CODE),
+            false => ExitCode::SUCCESS,
+        }
     }
 
     /// Catches the signal from now on, and tells the launcher, once, that it is caught, and that the program `stops`.
     fn tell_that_it_looks(&self, stops: bool) {
-        let (world, told) = (self.world(), &self.state().stop.told);
+        let (world, stop) = (self.world(), &self.state().stop);
         let rank = world.rank();
-        if !told[0].load(Ordering::Relaxed) && !told[0].swap(true, Ordering::Relaxed) && *CAUGHT.get_or_init(catch) {
+        let first = |flag: &AtomicBool| !flag.load(Ordering::Relaxed) && !flag.swap(true, Ordering::Relaxed);
+        if first(&stop.has_looked) && *CAUGHT.get_or_init(catch) {
             world.tell_launcher(&Event::CanStop { rank, at: now_ms() });
         }
-        if stops && !told[1].swap(true, Ordering::Relaxed) {
-            tracing::info!(rank = self.rank(), "all ranks stop here");
+        if stops && first(&stop.was_told) {
+            tracing::info!(rank = self.rank(), "the ranks stop here");
             world.tell_launcher(&Event::Stopping { rank, at: now_ms() });
         }
     }

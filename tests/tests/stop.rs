@@ -143,3 +143,44 @@ fn a_step_that_fails_agrees_on_nothing() {
         Ok(agreed)
     });
 }
+
+/// A rank that has joined takes part in the steps of the others until they join; then all save together.
+#[test]
+fn with_join_ranks_leave_the_loop_join_and_then_save() {
+    let directory = tempfile::tempdir().unwrap();
+    let steps = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap(linear(&device))?;
+        let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        let mut steps = 0;
+        for step in 0..if ddp.rank() == 0 { 9 } else { 2 } {
+            if step == 3 {
+                ddp.request_stop();
+            }
+            let Some(grads) = ddp.backward(&loss(&model, &device), &model)? else { continue };
+            model = optim.step(0.1, model, grads);
+            steps += 1;
+            if ddp.stop_requested() {
+                break;
+            }
+        }
+        ddp.join(&mut model, &mut optim)?;
+        assert!(ddp.stop_requested(), "the joined rank hears it, too");
+        checkpoints.save(steps.max(4), |c| c.model(&model))?;
+        Ok((steps, ddp.exit_code() == std::process::ExitCode::SUCCESS))
+    });
+    assert_eq!(steps.unwrap(), [(4, false), (2, false)]);
+}
+
+/// The program has done its work: that the ranks agree afterwards is no reason to start it again.
+#[test]
+fn a_wish_after_the_last_look_changes_no_exit_code() {
+    let codes = Ddp::spawn(2, |ddp| {
+        assert!(!ddp.stop_requested());
+        ddp.request_stop();
+        let _ = ddp.mean(1.0)?;
+        Ok(ddp.exit_code() == std::process::ExitCode::SUCCESS)
+    });
+    assert_eq!(codes.unwrap(), [true, true]);
+}

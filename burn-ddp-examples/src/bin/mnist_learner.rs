@@ -6,6 +6,7 @@
 //! cargo run --bin mnist_learner --features train                          # two ranks, started by the program
 //! burnrun -n 2 target/debug/mnist_learner --artifacts artifacts           # two ranks, started by a launcher
 //! target/debug/mnist_learner --artifacts artifacts --epochs 8 --resume 6  # two more epochs
+//! burnrun -n 2 target/debug/mnist_learner --artifacts artifacts --resume last  # after SIGTERM, goes on where it was
 //! ```
 //!
 //! The differences to a program on one device are in `mnist/learner.rs`: the loaders, `ddp.training` and `ddp.metric`.

@@ -1,6 +1,7 @@
 //! Training of the MNIST network through Burn's `SupervisedTraining`.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -35,9 +36,29 @@ pub struct LearnerArgs {
     #[arg(long, default_value_t = 1, value_name = "K")]
     pub accumulate: usize,
 
-    /// Go on after this epoch, from its checkpoint
-    #[arg(long, value_name = "EPOCH")]
-    pub resume: Option<usize>,
+    /// Go on from the checkpoint of this epoch; `last`: of the last one in --artifacts, if there is one
+    #[arg(long, value_name = "EPOCH|last")]
+    pub resume: Option<Resume>,
+}
+
+/// Epoch from whose checkpoint a training goes on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Resume {
+    /// This one.
+    After(usize),
+    /// The last one that there is.
+    Last,
+}
+
+impl FromStr for Resume {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "last" => Ok(Resume::Last),
+            _ => text.parse().map(Resume::After).map_err(|_| "the number of an epoch, or `last`".into()),
+        }
+    }
 }
 
 impl LearnerArgs {
@@ -103,12 +124,20 @@ pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
     if *accumulate > 1 {
         training = training.grads_accumulation(*accumulate);
     }
-    if let Some(epoch) = *resume {
+    let resume = match resume {
+        Some(Resume::Last) => ddp.last_epoch(artifacts)?,
+        Some(Resume::After(epoch)) => Some(*epoch),
+        None => None,
+    };
+    if let Some(epoch) = resume {
         training = training.checkpoint(epoch);
     }
     let result = training.launch(Learner::new(model, AdamConfig::new().init(), schedule));
     if let Some(error) = result.error {
         bail!("{error}");
+    }
+    if ddp.stop_requested() {
+        return Ok(());
     }
     if let Some(interruption) = result.interrupted {
         bail!("interrupted: {}", interruption.reason.as_deref().unwrap_or("no reason was given"));

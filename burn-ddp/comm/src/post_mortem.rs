@@ -75,7 +75,7 @@ pub enum Event {
         /// Time of the event, in milliseconds.
         at: u64,
     },
-    /// All ranks have agreed to stop, and the rank's program has been told so: it saves and ends.
+    /// The ranks have agreed to stop, and the rank's program has been told so: it saves and ends.
     Stopping {
         /// The rank that writes the event.
         rank: usize,

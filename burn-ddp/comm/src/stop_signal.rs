@@ -37,6 +37,10 @@ const ALL: [StopSignal; 7] = [
 ];
 
 impl StopSignal {
+    /// Exit code of a rank that has stopped because it was asked to, and of its launcher: `EX_TEMPFAIL` of
+    /// `sysexits.h`, try again later.
+    pub const EXIT_CODE: u8 = 75;
+
     /// The signal's number on this system.
     #[must_use]
     pub fn number(self) -> i32 {

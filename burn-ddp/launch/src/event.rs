@@ -44,6 +44,10 @@ pub(crate) enum Stop {
         signal: i32,
     },
     Trouble(Trouble),
+    /// A further signal after the one that asked the ranks to stop, published beside it: they end at once.
+    Hurried {
+        signal: i32,
+    },
 }
 
 /// Reason for the end of a job other than a rank's exit.

@@ -47,6 +47,13 @@ impl GenerationContext<'_> {
         }
     }
 
+    /// Announces to the other launchers that a further signal came.
+    pub(crate) fn announce_hurry(&self, signal: i32) {
+        if let Some(link) = self.nodes.link() {
+            link.stop(Stop::Hurried { signal });
+        }
+    }
+
     /// Announces that this process is about to stop for a while (Ctrl-Z), or goes on.
     pub(crate) fn announce_pause(&self, paused: bool) {
         if let Some(link) = self.nodes.link() {

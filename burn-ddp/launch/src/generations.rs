@@ -90,6 +90,7 @@ impl Job<'_> {
             port: *port,
             job: &job,
             arguments: spec.compared_arguments(),
+            stop_signal: spec.preemption.signal.to_string(),
             nproc: spec.nproc,
             own_host,
             join_timeout: spec.join_timeout,
@@ -164,6 +165,7 @@ impl Job<'_> {
             nnodes: 1,
             version: env!("CARGO_PKG_VERSION").into(),
             arguments: None,
+            stop_signal: self.spec.preemption.signal.to_string(),
         }
     }
 
@@ -189,12 +191,15 @@ impl Job<'_> {
             }
         };
         let reports = report_files::read_reports(dir.path(), &own);
+        let preemption = &self.spec.preemption;
         let decide = |all: &[NodeOutcome], reports: &[PostMortem], first: Option<usize>| {
-            let preemption = &self.spec.preemption;
             let mut outcome = Outcome::of(all, *number, first, preemption);
             outcome.waiting = report_files::long_waits(&outcome, reports);
-            let helps = if outcome.preempted { preemption.restarts } else { may_help(all, &outcome) };
-            let restart = helps && *number < self.spec.max_restarts && outcome.left_over.is_empty();
+            let restart = *number < self.spec.max_restarts
+                && match outcome.preempted {
+                    true => preemption.restarts_after(all, &outcome),
+                    false => may_help(all, &outcome),
+                };
             if let Some(dir) = job_dir {
                 let record = GenerationRecord { generation: *number, plan: plan.clone(), nodes: all.to_vec(), outcome };
                 let report = report_files::store(dir, &record, reports);
@@ -202,8 +207,10 @@ impl Job<'_> {
             }
             Verdict { outcome, restart }
         };
-        let patience = self.spec.grace.max(self.spec.preemption.grace) + CONCLUDE;
-        let (verdict, signal) = nodes.conclude(*number, (own, reports), patience, &self.events, decide);
+        let saves = own.asked && (own.can_stop || preemption.is_chosen);
+        let patience = CONCLUDE + if saves { self.spec.grace.max(preemption.grace) } else { self.spec.grace };
+        let (verdict, signal) =
+            nodes.conclude(*number, (own, reports), (patience, preemption.signal), &self.events, decide);
         if let Some(signal) = signal {
             // Sent again so that it ends the next generation, if there is one. Cannot fail: `self` owns the receiver.
             let _ = self.sender.send(Event::Signal(signal));

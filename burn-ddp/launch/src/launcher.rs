@@ -95,7 +95,7 @@ impl Launcher {
     /// Default of [`preempt_grace`](Self::preempt_grace).
     pub const DEFAULT_PREEMPT_GRACE: Duration = Preemption::GRACE;
     /// Default of [`preempt_exit_code`](Self::preempt_exit_code).
-    pub const DEFAULT_PREEMPT_EXIT_CODE: u8 = Preemption::EXIT_CODE as u8;
+    pub const DEFAULT_PREEMPT_EXIT_CODE: u8 = StopSignal::EXIT_CODE;
     /// Default of [`join_timeout`](Self::join_timeout).
     pub const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(300);
     /// Default of [`peer_timeout`](Self::peer_timeout).

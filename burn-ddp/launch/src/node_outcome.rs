@@ -22,6 +22,8 @@ pub(crate) struct NodeOutcome {
     pub(crate) asked: bool,
     /// True if after that a further signal ended the job at once.
     pub(crate) hurried: bool,
+    /// True if a further signal came when all of its ranks had ended.
+    pub(crate) insisted: bool,
     /// True if a rank had caught the signal that asks to stop.
     pub(crate) can_stop: bool,
     /// True if all ranks had agreed to stop, as a rank of this machine reports.

@@ -7,6 +7,7 @@ use burn_ddp_comm::StopSignal;
 
 use crate::node_outcome::{NodeOutcome, RankOutcome};
 use crate::rank_exit::RankExit;
+use crate::report::outcome::Outcome;
 
 /// The signal that asks to stop is the same if it comes again within this time: a scheduler may send it to several
 /// processes that pass it on to this one. Longer than the time that ranks have for that, so that they take a second one
@@ -31,8 +32,6 @@ pub(crate) struct Preemption {
 
 impl Preemption {
     pub(crate) const GRACE: Duration = Duration::from_secs(60);
-    /// `EX_TEMPFAIL` of `sysexits.h`: try again later. Ranks exit with it, too (`Ddp::exit_code`).
-    pub(crate) const EXIT_CODE: i32 = 75;
 
     /// The defaults. The variable BURN_DDP_PREEMPT_SIGNAL chooses the signal; one that is wrong is left to
     /// [`JobSpec::check`](crate::job_spec::JobSpec::check).
@@ -42,7 +41,7 @@ impl Preemption {
             signal: chosen.unwrap_or_default(),
             is_chosen: chosen.is_some(),
             grace: Self::GRACE,
-            exit_code: Self::EXIT_CODE,
+            exit_code: StopSignal::EXIT_CODE.into(),
             restarts: false,
         }
     }
@@ -69,10 +68,18 @@ impl Preemption {
         }
     }
 
-    /// True if a rank that had not caught the signal yet was killed by it: what other ranks then failed with is not the
-    /// cause.
-    pub(crate) fn has_killed(&self, ranks: &[&RankOutcome]) -> bool {
-        ranks.iter().any(|rank| rank.stopped && rank.exit == Some(RankExit::Signal(self.signal.number())))
+    /// True if a restart follows after this generation.
+    pub(crate) fn restarts_after(&self, nodes: &[NodeOutcome], outcome: &Outcome) -> bool {
+        self.restarts && outcome.left_over.is_empty() && !nodes.iter().any(|node| node.insisted)
+    }
+
+    /// True if ranks that were asked to stop failed because the signal had killed a rank that did not catch it yet, or
+    /// this launcher or another one killed a rank.
+    pub(crate) fn explains_failures(&self, nodes: &[NodeOutcome]) -> bool {
+        let by_signal = |rank: &RankOutcome| rank.exit == Some(RankExit::Signal(self.signal.number()));
+        let killed = |rank: &RankOutcome| rank.killed || by_signal(rank);
+        let asked = nodes.iter().any(|node| node.asked);
+        asked && nodes.iter().any(|node| node.hurried || node.ranks.iter().any(killed))
     }
 }
 

@@ -140,6 +140,7 @@ impl<'a> Processes<'a> {
                 Action::Notice(text) => context.sink.show(&text),
                 Action::AnnounceExit { rank, pid, exit, failed } => context.announce_exit(rank, pid, exit, failed),
                 Action::AnnounceInterrupt(signal) => context.announce_interrupt(signal),
+                Action::AnnounceHurry(signal) => context.announce_hurry(signal),
                 Action::AnnouncePause => {
                     context.announce_pause(true);
                     let next = self.supervisor.pause_announced(Instant::now());

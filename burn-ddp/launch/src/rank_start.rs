@@ -128,8 +128,11 @@ impl RankStart<'_> {
         self.trust.describe(&mut env);
         let mut variables = env.variables();
         variables.push((MARK.to_owned(), self.mark.to_owned()));
-        let (name, value) = self.spec.preemption.signal.variable();
-        variables.push((name.to_owned(), value.to_owned()));
+        // Otherwise the default holds there, too, and a launcher among the ranks must not take it for chosen.
+        if self.spec.preemption.is_chosen {
+            let (name, value) = self.spec.preemption.signal.variable();
+            variables.push((name.to_owned(), value.to_owned()));
+        }
         variables
     }
 }

@@ -13,13 +13,11 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Instant;
 
 use burn_ddp_comm::StopSignal;
 use libc::c_int;
 
 use crate::event::Event;
-use crate::preemption::SAME_WISH;
 
 /// Signals that end a job.
 const ENDS: [c_int; 6] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGALRM, libc::SIGXCPU];
@@ -50,8 +48,6 @@ struct Listener {
     events: Sender<Event>,
     /// The signal that asks to stop.
     stop: c_int,
-    /// Time at which it came last.
-    stopped_at: Option<Instant>,
     /// The signals to end that it has got.
     ends: Vec<c_int>,
 }
@@ -64,7 +60,7 @@ pub(crate) fn listen(events: Sender<Event>, stop: StopSignal) -> io::Result<List
     let mut shared = lock();
     start_reader()?;
     if shared.listeners.is_empty() {
-        install(&mut shared)?;
+        install(&mut shared, stop.number())?;
     }
     Ok(shared.add(events, stop.number()))
 }
@@ -86,7 +82,7 @@ impl Shared {
     fn add(&mut self, events: Sender<Event>, stop: c_int) -> Listening {
         let id = self.next;
         self.next += 1;
-        self.listeners.push(Listener { id, events, stop, stopped_at: None, ends: Vec::new() });
+        self.listeners.push(Listener { id, events, stop, ends: Vec::new() });
         Listening(id)
     }
 
@@ -102,9 +98,6 @@ impl Shared {
     fn deliver(&mut self, signal: c_int) {
         for listener in &mut self.listeners {
             let stops = signal == listener.stop;
-            if stops && listener.stopped_at.replace(Instant::now()).is_some_and(|at| at.elapsed() < SAME_WISH) {
-                continue;
-            }
             if ENDS.contains(&signal) || stops {
                 listener.ends.push(signal);
             }
@@ -147,15 +140,17 @@ fn start_reader() -> io::Result<()> {
     Ok(())
 }
 
-fn install(shared: &mut Shared) -> io::Result<()> {
+fn install(shared: &mut Shared, stop: c_int) -> io::Result<()> {
     OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Release);
     for signal in ENDS.into_iter().chain(PASSED_ON).chain([libc::SIGTSTP, libc::SIGWINCH]) {
         let old = current(signal)?;
-        if YIELDS.contains(&signal) && old.sa_sigaction != libc::SIG_DFL {
+        // The signal that asks to stop is the launcher's, even if whoever started this process ignored it.
+        let wanted = signal == stop;
+        if YIELDS.contains(&signal) && old.sa_sigaction != libc::SIG_DFL && !wanted {
             continue;
         }
         // `nohup` makes its descendants ignore SIGHUP, and shells without job control SIGTSTP: they stay ignored.
-        if [libc::SIGHUP, libc::SIGTSTP].contains(&signal) && old.sa_sigaction == libc::SIG_IGN {
+        if [libc::SIGHUP, libc::SIGTSTP].contains(&signal) && old.sa_sigaction == libc::SIG_IGN && !wanted {
             continue;
         }
         set(signal, &action(on_signal as *const () as libc::sighandler_t))?;
@@ -298,22 +293,17 @@ mod tests {
     }
 
     #[test]
-    fn the_signal_to_stop_ends_a_job_and_counts_once_if_it_comes_twice_at_a_time() {
+    fn the_signal_to_stop_ends_a_job_whichever_it_is() {
         let mut shared = Shared { next: 0, listeners: Vec::new(), saved: Vec::new() };
         let (events, heard) = channel();
         let _listening = std::mem::ManuallyDrop::new(shared.add(events, libc::SIGUSR1));
-        for signal in [libc::SIGUSR1, libc::SIGUSR1, libc::SIGUSR2, libc::SIGTERM, libc::SIGTERM] {
+        for signal in [libc::SIGUSR1, libc::SIGUSR2, libc::SIGTERM] {
             shared.deliver(signal);
         }
         let events: Vec<String> = heard.try_iter().map(|event| format!("{event:?}")).collect();
         let (usr1, usr2, term) = (libc::SIGUSR1, libc::SIGUSR2, libc::SIGTERM);
-        let expected = [
-            format!("Signal({usr1})"),
-            format!("PassOn({usr2})"),
-            format!("Signal({term})"),
-            format!("Signal({term})"),
-        ];
+        let expected = [format!("Signal({usr1})"), format!("PassOn({usr2})"), format!("Signal({term})")];
         assert_eq!(events, expected);
-        assert_eq!(shared.listeners[0].ends, [usr1, term, term]);
+        assert_eq!(shared.listeners[0].ends, [usr1, term]);
     }
 }

@@ -308,3 +308,51 @@ fn the_first_machine_says_what_to_run_on_the_next() {
 fn pid(line: &str) -> u32 {
     line.rsplit("] ").next().unwrap().parse().expect("a pid")
 }
+
+/// As in `preempt.rs`; the rank of node 1 fails when the other one is gone.
+const SAVES: &str = r#"
+say() { echo "{\"event\":\"$1\",\"rank\":$BURN_DDP_RANK,\"at\":1}" >> "$BURN_DDP_EVENTS"; }
+trap 'stop=1' TERM
+say can_stop
+echo $$ > "$DIR/$BURN_DDP_RANK"
+echo ready
+while [ -z "$stop" ]; do sleep 0.05; done
+say stopping
+if [ "$BURN_DDP_RANK" = 0 ]; then sleep 600; fi
+while kill -0 "$(cat "$DIR/0")" 2>/dev/null; do sleep 0.05; done
+exit 1"#;
+
+#[test]
+fn a_further_signal_to_one_burnrun_ends_the_ranks_of_all_and_blames_none() {
+    for second in [Signal::TERM, Signal::INT] {
+        let place = Place::new();
+        let jobs = [0, 1].map(|node| Job::start(place.burnrun(node, 1, SAVES).env("DIR", place.dir.path())));
+        for job in &jobs {
+            job.lines(1);
+        }
+        jobs[0].signal(Signal::TERM);
+        std::thread::sleep(Duration::from_secs(2));
+        jobs[0].signal(second);
+        for job in jobs {
+            let finished = job.finish();
+            assert_eq!(finished.code(), 143, "{second:?}: {finished:?}");
+            assert!(finished.stderr.contains("stopped by SIGTERM"), "{}", finished.stderr);
+            assert!(finished.took < Duration::from_secs(30), "{:?}", finished.took);
+        }
+    }
+}
+
+#[test]
+fn burnruns_with_different_signals_to_stop_refuse_each_other() {
+    let place = Place::new();
+    let mut other = place.burnrun(1, 1, "echo started");
+    let commands = [place.burnrun(0, 1, "echo started"), {
+        other.env("BURN_DDP_PREEMPT_SIGNAL", "SIGUSR1");
+        other
+    }];
+    let [first, second] = commands.map(|mut command| Job::start(command.env("BURNRUN_JOIN_TIMEOUT", "3")));
+    let finished = second.finish();
+    assert!(finished.stderr.contains("--preempt-signal SIGUSR1 here, but SIGTERM on node 0"), "{}", finished.stderr);
+    first.signal(Signal::INT);
+    assert!(!first.finish().stdout.iter().any(|line| line.contains("started")));
+}

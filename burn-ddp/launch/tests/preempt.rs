@@ -14,7 +14,8 @@ use rustix::process::Signal;
 /// the signal has come, that it stops; rank 0 then saves. `CODE` is its exit code.
 const STOPS: &str = r#"
 say() { echo "{\"event\":\"$1\",\"rank\":$BURN_DDP_RANK,\"at\":1$2}" >> "$BURN_DDP_EVENTS"; }
-trap 'stop=1' "${BURN_DDP_PREEMPT_SIGNAL#SIG}"
+signal=${BURN_DDP_PREEMPT_SIGNAL:-SIGTERM}
+trap 'stop=1' "${signal#SIG}"
 say can_stop
 echo ready
 while [ -z "$stop" ]; do sleep 0.05; done
@@ -147,4 +148,58 @@ fn a_preempted_job_is_restarted_only_if_asked() {
         assert_eq!(finished.code(), code, "{finished:?}");
         assert_eq!(finished.stdout.iter().filter(|line| line.ends_with("resumed")).count(), resumed, "{finished:?}");
     }
+}
+
+#[test]
+fn a_signal_to_a_rank_that_has_not_looked_is_a_preemption_if_it_was_chosen() {
+    for (options, code) in [(&["--preempt-signal", "TERM"][..], 75), (&[], 143)] {
+        let program = "echo $$; exec sleep 600";
+        let job = Job::start(&mut script(2, options, program));
+        let line = job.line();
+        let pid = line.rsplit(' ').next().unwrap().parse().unwrap();
+        job.line();
+        rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+        let finished = job.finish();
+        assert_eq!(finished.code(), code, "{finished:?}");
+    }
+}
+
+#[test]
+fn an_ignored_signal_that_was_chosen_counts() {
+    let program = format!("{STOPS}exit 75");
+    let burnrun = script(2, &["--preempt-signal", "USR1"], &program);
+    let mut ignoring = std::process::Command::new("sh");
+    ignoring.args(["-c", "trap '' USR1; exec \"$0\" \"$@\""]).arg(burnrun.get_program()).args(burnrun.get_args());
+    let job = Job::start(&mut ignoring);
+    // A shell cannot catch what it was told to ignore, so the signal reaches burnrun alone.
+    std::thread::sleep(Duration::from_millis(500));
+    job.signal(Signal::USR1);
+    std::thread::sleep(Duration::from_millis(200));
+    job.signal(Signal::INT);
+    let finished = job.finish();
+    assert!(finished.stderr.contains("waiting up to 60 s"), "{finished:?}");
+}
+
+#[test]
+fn a_signal_after_the_ranks_have_saved_stops_the_restarts() {
+    // A process that holds the output for a second.
+    let program = format!("{STOPS}sleep 0.9 & exit 75");
+    let job = Job::start(&mut script(1, &["--max-restarts", "5", "--restart-preempted"], &program));
+    job.lines(1);
+    job.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(700));
+    job.signal(Signal::INT);
+    let finished = job.finish();
+    assert_eq!(finished.code(), 75, "{finished:?}");
+    assert!(!finished.stderr.contains("restart 1"), "{}", finished.stderr);
+}
+
+#[test]
+fn a_burnrun_among_the_ranks_does_not_take_the_default_for_chosen() {
+    let inner = format!("{} -n 1 sh -c 'echo ready; exec sleep 600'", env!("CARGO_BIN_EXE_burnrun"));
+    let job = Job::start(&mut script(1, &[], &inner));
+    job.lines(1);
+    let finished = asked(job, Signal::TERM);
+    assert_eq!(finished.code(), 143, "{finished:?}");
+    assert!(!finished.stderr.contains("preempted"), "{}", finished.stderr);
 }

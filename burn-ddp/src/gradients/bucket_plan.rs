@@ -43,7 +43,7 @@ impl Slot {
 /// before the reduction if this rank has a gradient (NaN if that is not finite), and not 0 after it if any rank with a
 /// weight has one. The last awake bucket has one element more if any is dormant, the *wake* flag, raised by a rank that
 /// has a gradient for a dormant bucket; one more if parameters are sharded, the flag of their gradients; and always one
-/// more, the *stop* flag, raised by a rank that wishes to stop.
+/// more, the *stop* flag, raised by a rank with a weight that wishes to stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,

@@ -264,9 +264,7 @@ impl<T> Reducer<T> {
             }
             self.refuse_failed()?;
         }
-        if self.stop {
-            self.stop_wish.agree();
-        }
+        self.stop_wish.agree(self.stop);
         let now = self.meter.waits(wait);
         self.meter.end_step(self.step, now);
         Ok(Some(results))

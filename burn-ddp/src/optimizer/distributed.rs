@@ -178,9 +178,7 @@ impl DistributedOptimizer {
         let counts = self.ddp.state().batch_weight.note_optimizer_step();
         let stop = &self.ddp.state().stop;
         let all = group.all_gather_object(&(digest(&schema.entries), present, counts, stop.is_wished()))?;
-        if all.iter().any(|(.., wished)| *wished) {
-            stop.agree();
-        }
+        stop.agree(all.iter().any(|(.., wished)| *wished));
         // Ranks that all do not count count alike.
         let counts = counts || all.iter().all(|(_, _, counts, _)| !counts);
         if all.iter().any(|(digest, ..)| *digest != all[0].0) {

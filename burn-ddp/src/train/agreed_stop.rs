@@ -18,10 +18,10 @@ enum Stop {
 }
 
 /// True if any rank wants to end the training now. *Collective*. The `interrupter` of every rank then has the reason:
-/// the first rank's error, or else the first interruption. A wish to stop and save is agreed on with it, and is no
-/// reason: see [`Ddp::stop_requested`].
-pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
-    match ask(ddp, interrupter) {
+/// the first rank's error, or else the first interruption. If the training `saves`, a wish to stop and save is agreed
+/// on with it, and is no reason: see [`Ddp::stop_requested`].
+pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter, saves: bool) -> bool {
+    match ask(ddp, interrupter, saves) {
         Ok(stop) => stop,
         Err(error) => {
             fail(ddp, interrupter, error);
@@ -31,13 +31,11 @@ pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
 }
 
 #[track_caller]
-fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
+fn ask(ddp: &Ddp, interrupter: &Interrupter, saves: bool) -> Result<bool> {
     let wish = &ddp.state().stop;
-    let mut stop = [interrupter.should_stop(), wish.is_wished()].map(u8::from);
+    let mut stop = [interrupter.should_stop(), saves && wish.is_wished()].map(u8::from);
     ddp.group().all_reduce(&mut stop, ReduceOp::Max)?;
-    if stop[1] != 0 {
-        wish.agree();
-    }
+    wish.agree(stop[1] != 0);
     if ddp.world_size() == 1 {
         return Ok(interrupter.should_stop());
     }

@@ -143,8 +143,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             ..
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
-        let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
-        let interrupted = InterruptedEpochs::of_training(ddp, directory);
+        let stops = |interrupter: &Interrupter, saves| attribute_calls(site, || agree_to_stop(ddp, interrupter, saves));
+        let mut interrupted = InterruptedEpochs::of_training(ddp, directory);
         let prepared = attribute_calls(site, || {
             let mut left = None;
             if starting_epoch > 1 {
@@ -158,9 +158,10 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
                 Some(left) => sharded.resume(&left.position)?,
                 None => sharded.set_epoch(starting_epoch - 1),
             }
-            Ok((left, taps, device))
+            let saves = ddp.group().broadcast_object(ddp.is_main().then_some(checkpointer.is_some()), 0)?;
+            Ok((left, taps, device, saves))
         });
-        let (mut left, taps, device) = match prepared {
+        let (mut left, taps, device, saves) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error, so none waits for this one.
@@ -172,7 +173,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         // With logical ranks each step has equally many batches on every rank.
         let leaves = ddp.state().leaves.division().map(|division| division.of_rank(0).len());
         let accumulation = leaves.unwrap_or(accumulation);
-        let (events, saves) = (event_processor, checkpointer.is_some());
+        let events = event_processor;
         let mut run = Run { ddp, site, sharded, taps, learner, accumulation, saves, events, interrupter };
 
         let mut interrupted_in = None;
@@ -185,7 +186,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
                 run.report_train(LearnerEvent::EndSplit(epoch));
                 if stopped {
                     if run.stop_requested() && run.interrupter.error().is_none() {
-                        run.save_interrupted(checkpointer.as_mut(), epoch, &interrupted, &event_store);
+                        run.write_checkpoint(checkpointer.as_mut(), (epoch, true), &mut interrupted, &event_store);
                         interrupted_in = Some(epoch);
                     }
                     break;
@@ -197,15 +198,16 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             run.report_valid(LearnerEvent::EndSplit(epoch));
             run.report_train(LearnerEvent::EndEpoch(epoch));
             run.flush();
-            if stops(&run.interrupter) {
-                break;
-            }
-            if run.stop_requested() {
-                run.save_interrupted(checkpointer.as_mut(), epoch, &interrupted, &event_store);
+            let stopped = stops(&run.interrupter, saves);
+            if run.stop_requested() && run.interrupter.error().is_none() {
+                run.write_checkpoint(checkpointer.as_mut(), (epoch, true), &mut interrupted, &event_store);
                 interrupted_in = Some(epoch);
                 break;
             }
-            if run.checkpoint(checkpointer.as_mut(), epoch, &event_store) {
+            if stopped {
+                break;
+            }
+            if run.write_checkpoint(checkpointer.as_mut(), (epoch, false), &mut interrupted, &event_store) {
                 break;
             }
             if let Some(early_stopping) = &mut early_stopping {
@@ -217,10 +219,16 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         }
         // Dropping it finishes pending writes, which may fail.
         drop(checkpointer);
+        let under_way = interrupted.under_way.take();
+        if run.interrupter.error().is_none()
+            && let Err(error) = interrupted.end(under_way)
+        {
+            report(ddp, &run.interrupter, &error);
+        }
         if let Some(epoch) = interrupted_in.filter(|_| ddp.is_main() && run.interrupter.error().is_none()) {
             tell_saved(ddp.world(), &format!("{}, epoch {epoch}", directory.display()));
         }
-        stops(&run.interrupter);
+        stops(&run.interrupter, false);
         (run.result(), run.events)
     }
 }
@@ -234,7 +242,7 @@ pub(super) struct Run<'a, M: LearnerModel> {
     pub(super) learner: Learner<M>,
     /// Micro-batches per optimizer step.
     accumulation: usize,
-    /// True with a checkpointer. Without one a signal ends the program as any other.
+    /// True if rank 0 has a checkpointer. Without one a signal ends the program as any other.
     pub(super) saves: bool,
     events: SupervisedTrainingEventProcessor<M>,
     pub(super) interrupter: Interrupter,
@@ -263,7 +271,7 @@ impl<M: LearnerModel> Run<'_, M> {
     ) -> bool {
         let Run { ddp, site, learner, taps, interrupter, .. } = self;
         let in_parts = self.is_in_parts() && ddp.world_size() > 1;
-        let gather = || match decide_on_main(ddp, interrupter, checkpointer.is_some()) {
+        let gather = || match self.saves {
             true => WholeLearner::gather(ddp, learner, &self.result(), events),
             false => Ok(None),
         };
@@ -289,26 +297,40 @@ impl<M: LearnerModel> Run<'_, M> {
         self.saves && self.ddp.stop_requested()
     }
 
-    /// Saves a checkpoint in the middle of `epoch`, or before the end of its validation, and ends the training.
-    fn save_interrupted(
+    /// Lets rank 0 write the checkpoint of `epoch`: of its end, or of its `middle` (before the end of its validation),
+    /// which ends the training. Returns true after an error.
+    fn write_checkpoint(
         &self,
         checkpointer: Option<&mut LearningCheckpointer<M>>,
-        epoch: usize,
-        interrupted: &InterruptedEpochs<'_>,
+        (epoch, middle): (usize, bool),
+        interrupted: &mut InterruptedEpochs<'_>,
         events: &EventStoreClient,
-    ) {
-        let position = self.sharded.position();
-        // Burn counts epochs from 1.
-        let was_trained = position.epoch() == epoch;
-        let save = || interrupted.save(epoch, position, was_trained, &self.result());
-        match attribute_calls(self.site, save) {
-            Ok(()) => {
-                self.checkpoint(checkpointer, epoch, events);
-                self.interrupter
-                    .stop(Some(&format!("asked to stop; the checkpoint of epoch {epoch} is in its middle")));
-            }
-            Err(error) => report(self.ddp, &self.interrupter, &error),
+    ) -> bool {
+        if !self.saves {
+            return false;
         }
+        let last = interrupted.under_way.take();
+        let write = || {
+            let position = self.sharded.position();
+            // Burn counts epochs from 1.
+            let was_trained = position.epoch() == epoch;
+            attribute_calls(self.site, || match middle {
+                true => interrupted.begin(epoch, position, was_trained, &self.result()),
+                false => interrupted.replace(epoch),
+            })?;
+            let failed = self.checkpoint(checkpointer, epoch, events);
+            // Burn's threads have taken this one, so they have written the last one.
+            interrupted.end(last)?;
+            Ok(failed)
+        };
+        let failed = write().unwrap_or_else(|error| {
+            fail(self.ddp, &self.interrupter, error);
+            true
+        });
+        if middle && !failed {
+            self.interrupter.stop(Some(&format!("asked to stop; the checkpoint of epoch {epoch} is in its middle")));
+        }
+        failed
     }
 
     /// Trains for one epoch. Returns true if it ended early, on all ranks; also if the ranks have agreed to stop.
@@ -352,7 +374,7 @@ impl<M: LearnerModel> Run<'_, M> {
                 let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
                 self.report_train(LearnerEvent::ProcessedItem(item));
             }
-            let stops = || attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter));
+            let stops = || attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter, self.saves));
             if completes && (stops() || self.stop_requested()) {
                 return true;
             }

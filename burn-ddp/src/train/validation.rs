@@ -66,7 +66,7 @@ impl<M: LearnerModel> Run<'_, M> {
             if let Err(error) = agreed {
                 return fail(ddp, &self.interrupter, error.into());
             }
-            let stops = attribute_calls(site, || agree_to_stop(ddp, &self.interrupter));
+            let stops = attribute_calls(site, || agree_to_stop(ddp, &self.interrupter, self.saves));
             if stops || any[0] == 0 || self.stop_requested() {
                 return;
             }

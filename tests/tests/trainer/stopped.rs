@@ -110,12 +110,64 @@ fn without_checkpoints_the_wish_to_stop_changes_nothing() {
 fn the_position_of_an_earlier_run_does_not_count() {
     let (job, model, directory) = (training(), model(), tempfile::tempdir().unwrap());
     go_on(&job, 2, &model, directory.path(), Some((1, At::Training(3))));
-    let position = std::fs::read(directory.path().join("checkpoint/position-1.json")).unwrap();
+    let file = |name: &str| directory.path().join("checkpoint").join(name);
+    let position = std::fs::read(file("position-1.json")).unwrap();
     go_on(&job, 2, &model, directory.path(), Some((0, At::Training(9))));
     // The second run has ended the first epoch, whose checkpoint is that of its end now.
-    assert_eq!(std::fs::read(directory.path().join("checkpoint/position-1.json")).unwrap(), position);
-    let files = ["model", "optim", "scheduler"].map(|name| directory.path().join(format!("checkpoint/{name}-2.bpk")));
-    files.iter().for_each(|file| std::fs::remove_file(file).unwrap());
+    assert!(!file("position-1.json").exists() && file("position-2.json").exists());
+    std::fs::write(file("position-1.json"), position).unwrap();
+    for name in ["model", "optim", "scheduler"] {
+        std::fs::remove_file(file(&format!("{name}-2.bpk"))).unwrap();
+    }
     let hash = go_on(&job, 2, &model, directory.path(), None).remove(0).0.hash;
     assert_eq!(hash, job.together(2, &model).hash);
+}
+
+#[test]
+fn a_checkpoint_that_was_not_written_to_its_end_is_refused() {
+    let (job, model, directory) = (training(), model(), tempfile::tempdir().unwrap());
+    go_on(&job, 2, &model, directory.path(), Some((1, At::Training(11))));
+    let position = directory.path().join("checkpoint/position-2.json");
+    let text = std::fs::read_to_string(&position).unwrap();
+    std::fs::write(&position, text.replace("\"is_complete\":true", "\"is_complete\":false")).unwrap();
+    let ranks = Ddp::spawn(2, |ddp| {
+        assert_eq!(ddp.last_epoch(directory.path())?, Some(1), "the one before is whole");
+        job.on_rank(&ddp, model.clone(), directory.path(), |t| t.with_default_checkpointers().checkpoint(2))
+    });
+    for rank in ranks.unwrap() {
+        let error = rank.error.unwrap();
+        assert!(error.contains("epoch 2 is not complete") && error.contains("earlier epoch"), "{error}");
+    }
+    let hash = go_on(&job, 2, &model, directory.path(), None).remove(0).0.hash;
+    assert_eq!(hash, job.together(2, &model).hash);
+}
+
+/// As with `ddp.checkpointer`, of which the other ranks need none.
+#[test]
+fn rank_0_alone_may_have_a_checkpointer() {
+    let (job, model, directory) = (training(), model(), tempfile::tempdir().unwrap());
+    let ranks = Ddp::spawn(2, |ddp| {
+        WISH.set((ddp.rank() == 1).then(|| (ddp.clone(), At::Training(3))));
+        let outcome = job.on_rank(&ddp, model.clone(), directory.path(), |training| match ddp.is_main() {
+            true => training.with_default_checkpointers(),
+            false => training,
+        });
+        WISH.set(None);
+        Ok((outcome?.error, ddp.stop_requested()))
+    });
+    assert_eq!(ranks.unwrap(), [(None, true), (None, true)]);
+    assert_eq!(go_on(&job, 2, &model, directory.path(), None)[0].0.hash, job.together(2, &model).hash);
+}
+
+/// The wish comes in the last validation: nothing is left to do but its rest; or after it, and changes nothing.
+#[test]
+fn a_wish_after_the_last_step_ends_as_ever() {
+    let (job, model, directory) = (Job { epochs: 1, ..training() }, model(), tempfile::tempdir().unwrap());
+    let ranks = Ddp::spawn(2, |ddp| {
+        let outcome = job.on_rank(&ddp, model.clone(), directory.path(), |t| t.with_default_checkpointers())?;
+        ddp.request_stop();
+        ddp.barrier()?;
+        Ok((outcome.error, outcome.interrupted.is_some(), ddp.stop_requested()))
+    });
+    assert_eq!(ranks.unwrap(), [(None, false, false), (None, false, false)]);
 }

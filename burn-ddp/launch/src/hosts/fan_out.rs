@@ -15,6 +15,7 @@ use super::ssh_connection::{Connection, News};
 use super::ssh_failure;
 use crate::error::LaunchError;
 use crate::event::Event;
+use crate::preemption::SAME_WISH;
 use crate::rank_exit::signal_name;
 use crate::signals;
 
@@ -91,6 +92,8 @@ struct Job<'a> {
     cause: Option<(String, i32)>,
     /// The first signal to this process, and the number of signals so far.
     signals: (Option<i32>, usize),
+    /// Time of the first signal that asks to stop.
+    asked: Option<Instant>,
     /// The signal to repeat, and the time of the next repetition.
     again: Option<(i32, Instant)>,
     /// Time after which hosts that have not ended are given up.
@@ -132,7 +135,8 @@ impl FanOut {
             let (state, report) = (State::Starting, Vec::new());
             nodes.push(Node { name, connection, order, state, report, open: [true; 2], exit: None, given_up: false });
         }
-        let mut job = Job { fan_out: self, nodes, cause: None, signals: (None, 0), again: None, until: None };
+        let mut job =
+            Job { fan_out: self, nodes, cause: None, signals: (None, 0), asked: None, again: None, until: None };
         job.follow(&news, &events);
         Ok(job.outcome())
     }
@@ -242,6 +246,11 @@ impl Job<'_> {
     }
 
     fn signalled(&mut self, signal: i32) {
+        // What comes twice at a time, by two ways, is one wish to stop.
+        let stops = signal == self.fan_out.preempt_signal.unwrap_or_default().number();
+        if stops && self.asked.get_or_insert_with(Instant::now).elapsed() < SAME_WISH && self.signals.1 > 0 {
+            return;
+        }
         self.signals = (self.signals.0.or(Some(signal)), self.signals.1 + 1);
         self.stop(signal);
         if self.signals.1 > 1 {

@@ -6,6 +6,7 @@
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
 //! | `{g}/plan` | launcher 0 | [`GenerationPlan`] of generation g |
 //! | `{g}/stop` | the first launcher that sees the end | [`Stop`]: reason why generation g is over |
+//! | `{g}/hurry` | a launcher that gets a further signal | [`Stop::Hurried`]: the ranks that were asked to stop end at once |
 //! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome), once all its ranks are dead |
 //! | `{g}/post-mortem/{r}` | the launcher of rank r | the report that rank r wrote when its world ended, shortened |
 //! | `{g}/verdict` | launcher 0 | [`Verdict`]: outcome of generation g, and whether another follows |
@@ -34,6 +35,8 @@ pub(crate) struct Node {
     pub(crate) version: String,
     /// Fingerprint of the program's arguments; `None` if the user named the job (`--rdzv-id`).
     pub(crate) arguments: Option<u64>,
+    /// Name of the signal that asks the ranks to stop.
+    pub(crate) stop_signal: String,
 }
 
 /// Node 0's plan of a generation, by which each launcher starts its ranks: the job's names, the address of the ranks'
@@ -115,7 +118,7 @@ mod tests {
     fn ranks_are_numbered_machine_by_machine() {
         let node = |node, nproc| {
             let (host, version) = (format!("h{node}"), "1".into());
-            Node { node, host, pid: 1, nproc, nnodes: 3, version, arguments: None }
+            Node { node, host, pid: 1, nproc, nnodes: 3, version, arguments: None, stop_signal: String::new() }
         };
         let nodes = vec![node(0, 2), node(1, 1), node(2, 3)];
         let start = GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };

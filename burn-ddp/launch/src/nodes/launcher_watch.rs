@@ -81,9 +81,10 @@ impl Link {
         self.shared.generation.store(generation, Ordering::Release);
     }
 
-    /// Publishes that the generation is over. Does not block.
+    /// Publishes that the generation is over, or that its ranks have to end at once. Does not block.
     pub(crate) fn stop(&self, stop: Stop) {
-        let key = format!("{}/stop", self.shared.generation.load(Ordering::Acquire));
+        let kind = if matches!(stop, Stop::Hurried { .. }) { "hurry" } else { "stop" };
+        let key = format!("{}/{kind}", self.shared.generation.load(Ordering::Acquire));
         // Cannot fail: the receiving thread ends when this sender is dropped.
         let _ = self.posts.send(Post { key, stop });
     }
@@ -164,8 +165,9 @@ struct Listener {
     beat: u64,
     /// Last beat of each watched node, and the time at which it changed. Node 0 watches all, the others watch node 0.
     heard: BTreeMap<usize, (Vec<u8>, Instant)>,
-    /// Latest generation whose end was passed on to the main thread.
+    /// Latest generation whose end was passed on to the main thread, and the latest that was then hurried.
     passed_on: Option<u32>,
+    hurried: Option<u32>,
     /// Time since which all calls to the store have failed; `None` while they succeed.
     failing: Option<Instant>,
 }
@@ -174,7 +176,7 @@ impl Listener {
     fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
         let watched = if shared.node == 0 { 1..shared.nnodes } else { 0..1 };
         let heard = watched.map(|node| (node, (Vec::new(), Instant::now()))).collect();
-        Self { shared, events, beat: 0, heard, passed_on: None, failing: None }
+        Self { shared, events, beat: 0, heard, passed_on: None, hurried: None, failing: None }
     }
 
     fn run(mut self) {
@@ -203,6 +205,14 @@ impl Listener {
         self.listen_for_life()?;
         let generation = shared.generation.load(Ordering::Acquire);
         if self.passed_on == Some(generation) {
+            let hurry = || take::<Stop>(&*shared.store, &format!("{generation}/hurry"), Duration::ZERO);
+            if self.hurried != Some(generation)
+                && let Some(stop) = hurry()?
+            {
+                self.hurried = Some(generation);
+                // Fails only if the main thread, and with it the job, has ended.
+                let _ = self.events.send(Event::Ordered { generation, stop });
+            }
             thread::sleep(BEAT / 4);
         } else if let Some(stop) = take::<Stop>(&*shared.store, &format!("{generation}/stop"), BEAT)? {
             self.passed_on = Some(generation);

@@ -38,6 +38,8 @@ pub(crate) struct Meet<'a> {
     pub(crate) job: &'a str,
     /// See [`Node::arguments`].
     pub(crate) arguments: Option<u64>,
+    /// See [`Node::stop_signal`].
+    pub(crate) stop_signal: String,
     pub(crate) nproc: usize,
     pub(crate) own_host: String,
     pub(crate) join_timeout: Duration,
@@ -177,6 +179,7 @@ impl Meet<'_> {
             nnodes: self.nnodes,
             version: env!("CARGO_PKG_VERSION").into(),
             arguments: self.arguments,
+            stop_signal: self.stop_signal.clone(),
         };
         if hosts {
             put_new(store, &key(0), &me(0))?;
@@ -197,6 +200,9 @@ impl Meet<'_> {
             Some(format!("--nnodes {} here, but {} on node 0 (host {})", self.nnodes, first.nnodes, first.host))
         } else if first.version != env!("CARGO_PKG_VERSION") {
             Some(format!("burnrun {} here, but {} on node 0", env!("CARGO_PKG_VERSION"), first.version))
+        } else if first.stop_signal != self.stop_signal {
+            let (here, there) = (&self.stop_signal, &first.stop_signal);
+            Some(format!("--preempt-signal {here} here, but {there} on node 0 (host {})", first.host))
         } else if first.arguments != self.arguments {
             Some(format!(
                 "the program has other arguments here than on node 0 (host {}): give each job a --master-port, and \

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
+use burn_ddp_comm::StopSignal;
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::{Store, StoreServer};
 
@@ -125,7 +126,7 @@ impl Nodes {
         &mut self,
         generation: u32,
         (own, reports): (NodeOutcome, Vec<PostMortem>),
-        patience: Duration,
+        (patience, stop): (Duration, StopSignal),
         events: &Receiver<Event>,
         decide: impl FnOnce(&[NodeOutcome], &[PostMortem], Option<usize>) -> Verdict,
     ) -> (Verdict, Option<i32>) {
@@ -133,8 +134,9 @@ impl Nodes {
         let stopped =
             own.trouble.is_some() || own.interrupted_by.is_some() || own.ranks.iter().any(|r| r.failed || r.stopped);
         let until = stopped.then(|| Instant::now() + patience);
-        let host = &self.host;
-        let mut wait = Wait { others, host, generation, patience, until, signal: None, impatient: false, events };
+        let (host, heard) = (&self.host, own.asked.then(|| stop.number()));
+        let mut wait =
+            Wait { others, host, generation, patience, until, heard, signal: None, impatient: false, events };
         let store = others.link.store();
         let verdict = if self.node == 0 {
             let outcomes = wait.collect(generation, own);
@@ -187,11 +189,12 @@ struct Wait<'a> {
     others: &'a Others,
     host: &'a str,
     generation: u32,
-    /// Longest wait for the other launchers once the generation is known to be over: longer than a launcher takes to
-    /// end its ranks.
+    /// Longest wait for the other launchers once the generation is known to be over.
     patience: Duration,
     /// End of the wait; set once the generation is known to be over.
     until: Option<Instant>,
+    /// The signal that asks to stop, if it has been heard in this generation.
+    heard: Option<i32>,
     /// The last signal to this process during the wait.
     signal: Option<i32>,
     /// True once this process was sent a second signal, which ends the wait.
@@ -255,6 +258,8 @@ impl Wait<'_> {
         match look(self.events, LOOK / 10) {
             Some(Event::Signal(libc::SIGWINCH)) => {}
             Some(Event::Signal(libc::SIGTSTP)) => self.others.link.suspend(),
+            // By another way than the first time.
+            Some(Event::Signal(signal)) if self.heard == Some(signal) => {}
             Some(Event::Signal(signal)) => {
                 self.impatient = self.signal.replace(signal).is_some();
                 self.others.link.stop(Stop::Interrupted { host: self.host.to_owned(), signal });
@@ -262,11 +267,15 @@ impl Wait<'_> {
             _ => {}
         }
         if self.until.is_none() && self.others.link.stopped(self.generation).is_some() {
-            self.until = Some(Instant::now() + self.patience);
+            self.until = Some(Instant::now() + self.patience.max(STOPPING));
         }
         self.impatient || self.until.is_some_and(|until| Instant::now() >= until)
     }
 }
+
+/// The same for a generation that has ended on another machine, at least: longer than a launcher takes to end its ranks
+/// at the default grace time.
+const STOPPING: Duration = Duration::from_secs(60);
 
 fn missing(node: &Node, message: String) -> NodeOutcome {
     let trouble = Some(Trouble { message, exit_code: 1 });

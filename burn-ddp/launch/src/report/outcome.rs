@@ -93,8 +93,8 @@ impl Outcome {
             ranks.iter().map(|(_, r)| *r).filter(|r| wanted(r)).map(|r| r.rank).collect()
         };
 
-        let has_killed = preemption.has_killed(&ranks.iter().map(|(_, rank)| *rank).collect::<Vec<_>>());
-        let is_cause = |rank: &RankOutcome| rank.failed && !(rank.stopped && has_killed);
+        let is_explained = preemption.explains_failures(nodes);
+        let is_cause = |rank: &RankOutcome| rank.failed && !(rank.stopped && is_explained);
         let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| is_cause(rank)).copied().collect();
         failed.sort_by_key(|(_, rank)| (Some(rank.rank) != first, rank.after));
         // The ranks of the machine on which the first failure was seen also noticed its cause first.

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use crate::event::{Event, Relayed, Stop, Trouble};
 use crate::node_outcome::{NodeOutcome, RankOutcome};
-use crate::preemption::Preemption;
+use crate::preemption::{Preemption, SAME_WISH};
 use crate::rank_exit::{RankExit, signal_name};
 use phase::Phase;
 use suspension::Suspension;
@@ -63,6 +63,8 @@ pub(crate) enum Action {
     AnnounceExit { rank: usize, pid: u32, exit: RankExit, failed: bool },
     /// Tell the other launchers that a signal ended the job.
     AnnounceInterrupt(i32),
+    /// Tell the other launchers that a further signal came after the one that asked the ranks to stop.
+    AnnounceHurry(i32),
     /// Tell the other launchers that this one pauses, then call [`Supervisor::pause_announced`].
     AnnouncePause,
     /// Stop this process; when it is continued, call [`Supervisor::launcher_continued`].
@@ -128,6 +130,10 @@ pub(crate) struct Supervisor {
     asked: Option<Instant>,
     /// True if a further signal ends them at once.
     hurried: bool,
+    /// True if a further signal came when they had ended.
+    insisted: bool,
+    /// Time of the second SIGTERM after a failure: ranks that can stop take the first one for a wish.
+    again: Option<Instant>,
     /// The last checkpoint that a rank of this machine has reported.
     checkpoint: Option<String>,
     trouble: Option<Trouble>,
@@ -156,6 +162,8 @@ impl Supervisor {
             signalled: false,
             asked: None,
             hurried: false,
+            insisted: false,
+            again: None,
             checkpoint: None,
             trouble: None,
             relays_output: false,
@@ -201,13 +209,14 @@ impl Supervisor {
     pub(crate) fn step(&mut self, now: Instant, event: Option<Event>) -> Vec<Action> {
         let late = self.wake.take().map_or(Duration::ZERO, |wake| now.saturating_duration_since(wake));
         if late > SHORT_TURN && self.suspension.is_none() {
-            self.phase.put_off(late);
+            self.put_off(late);
         }
         match event {
             Some(event) if self.suspension.is_some() => self.on_event_while_suspended(now, event),
             Some(event) => self.on_event(now, event),
             None if self.suspension.is_some() => self.advance_suspension(now),
             None if self.phase.deadline().is_some_and(|until| now >= until) => self.on_deadline(now),
+            None if self.again.take_if(|again| now >= *again).is_some() => self.signal_all(libc::SIGTERM),
             None => {}
         }
         mem::take(&mut self.actions)
@@ -246,6 +255,7 @@ impl Supervisor {
             signalled: self.signalled,
             asked: self.asked.is_some(),
             hurried: self.hurried,
+            insisted: self.insisted,
             can_stop: self.can_stop(),
             stopping: self.ranks.iter().any(|rank| rank.stopping),
             checkpoint: self.checkpoint,
@@ -258,7 +268,7 @@ impl Supervisor {
 
     fn on_event(&mut self, now: Instant, event: Event) {
         if !self.phase.has_ranks() {
-            return self.on_event_after_exits(event);
+            return self.on_event_after_exits(now, event);
         }
         match event {
             Event::Exited { rank, exit, at } => self.on_exit(now, rank, exit, at),
@@ -280,6 +290,9 @@ impl Supervisor {
     fn on_exit(&mut self, now: Instant, rank: usize, exit: RankExit, at: Instant) {
         self.ranks[rank].exited = Some((exit, at));
         let failed = !self.ended_well(rank, exit);
+        if self.was_asked_by(exit) {
+            return self.on_signal(now, self.settings.preemption.signal.number());
+        }
         if !self.phase.lets_run() {
             if failed && self.was_to_save(rank, exit) {
                 self.failed.push(rank);
@@ -306,15 +319,11 @@ impl Supervisor {
             return;
         }
         match self.phase {
-            Phase::Stopping { .. } if signal == libc::SIGINT => {
-                self.hurried = self.asked.is_some();
-                self.kill(now);
+            Phase::Stopping { .. } if self.asked.is_some() => {
+                self.act(Action::AnnounceHurry(signal));
+                self.hurry(now, signal);
             }
-            Phase::Stopping { until } if self.asked.is_some() => {
-                self.hurried = true;
-                self.signal_all(signal);
-                self.phase = Phase::Stopping { until: until.min(now + self.settings.grace) };
-            }
+            Phase::Stopping { .. } if signal == libc::SIGINT => self.kill(now),
             phase if phase.lets_run() => {
                 if self.failed.is_empty() && self.trouble.is_none() {
                     self.interrupted_by = Some(signal);
@@ -337,6 +346,7 @@ impl Supervisor {
     fn on_order(&mut self, now: Instant, stop: &Stop) {
         match stop {
             Stop::Interrupted { signal, .. } if self.phase.lets_run() => self.end_by(now, *signal),
+            Stop::Hurried { signal } => self.hurry(now, *signal),
             Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(now),
         }
     }
@@ -357,7 +367,10 @@ impl Supervisor {
 
     fn on_deadline(&mut self, now: Instant) {
         match self.phase {
-            Phase::Settling { .. } => self.stop(now, libc::SIGTERM),
+            Phase::Settling { .. } => {
+                self.stop(now, libc::SIGTERM);
+                self.again = self.takes_for_wish(libc::SIGTERM).then(|| now + SAME_WISH);
+            }
             Phase::Stopping { .. } => self.kill(now),
             // Ranks that survive SIGKILL hang in the kernel: they are given up.
             Phase::Killing { .. } => self.drain(now),
@@ -408,12 +421,16 @@ impl Supervisor {
         }
     }
 
-    fn on_event_after_exits(&mut self, event: Event) {
+    fn on_event_after_exits(&mut self, now: Instant, event: Event) {
         match event {
             Event::Relayed(relayed) => self.on_output_complete(relayed),
             // A user who sends a signal now does not want to wait for the output.
             Event::Signal(signal) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
+                if self.preemption_is_under_way(now, signal) {
+                    return;
+                }
                 self.signalled = true;
+                self.insisted = self.asked.is_some();
                 let lost = Some("the rest of the output was dropped at a signal".into());
                 self.on_output_complete(Relayed { tails: Vec::new(), lost });
             }

@@ -50,7 +50,7 @@ impl Supervisor {
     /// Continues after [`Action::StopLauncher`]: this process runs again. Deadlines move by the time it was stopped.
     pub(crate) fn launcher_continued(&mut self, now: Instant) -> Vec<Action> {
         if let Some(Suspension::Stopped { ranks, since }) = self.suspension.take() {
-            self.phase.put_off(now.saturating_duration_since(since));
+            self.put_off(now.saturating_duration_since(since));
             ranks.iter().for_each(|&rank| self.signal(rank, libc::SIGCONT));
             self.suspension = Some(Suspension::ContinuingRanks { waiting: ranks, until: now + SUSPENDING });
             self.advance_suspension(now);

@@ -684,7 +684,7 @@ fn a_second_signal_leaves_no_time_to_save() {
     // The same one, by another way.
     assert_eq!(bench.signal(SIGTERM), []);
     bench.pass(1_500);
-    assert_eq!(bench.signal(SIGTERM), all(2, SIGTERM));
+    assert_eq!(bench.signal(SIGTERM), [vec![Action::AnnounceHurry(SIGTERM)], all(2, SIGTERM)].concat());
     assert_eq!(bench.pass(GRACE), all(2, SIGKILL));
     let outcome = {
         bench.exit(0, RankExit::Signal(SIGKILL));
@@ -696,7 +696,7 @@ fn a_second_signal_leaves_no_time_to_save() {
 
 #[test]
 fn a_rank_that_was_to_save_and_did_not_failed() {
-    let code = Preemption::EXIT_CODE;
+    let code = i32::from(burn_ddp_comm::StopSignal::EXIT_CODE);
     for (exit, reports, failed) in [
         (RankExit::Code(0), true, false),
         (RankExit::Code(code), true, false),
@@ -723,4 +723,40 @@ fn a_rank_that_was_to_save_and_did_not_failed() {
     bench.exit(1, RankExit::Code(code));
     let outcome = bench.outcome();
     assert_eq!((fates(&outcome)[0].len(), outcome.asked, outcome.stopping), (0, false, true));
+}
+
+#[test]
+fn a_further_signal_to_another_launcher_counts_here_too() {
+    for (signal, expected) in [(SIGTERM, all(2, SIGTERM)), (SIGINT, all(2, SIGKILL))] {
+        let mut bench = able(2);
+        bench.signal(SIGTERM);
+        let stop = Stop::Hurried { signal };
+        assert_eq!(bench.event(Event::Ordered { generation: 3, stop: stop.clone() }), expected);
+        assert_eq!(bench.event(Event::Ordered { generation: 3, stop }), [], "once");
+        assert!(bench.supervisor.hurried);
+    }
+}
+
+#[test]
+fn after_a_failure_ranks_that_can_stop_are_told_twice_that_they_end() {
+    let mut bench = able(2);
+    bench.supervisor.settings.grace = Duration::from_secs(60);
+    bench.exit(0, RankExit::Code(1));
+    assert_eq!(bench.pass(3_000), all(2, SIGTERM));
+    assert_eq!(bench.pass(1_499), []);
+    assert_eq!(bench.pass(60), all(2, SIGTERM));
+    assert_eq!(bench.pass(50_000), []);
+}
+
+#[test]
+fn a_rank_that_a_chosen_signal_kills_before_it_looked_asks_for_all() {
+    let by_signal = RankExit::Signal(SIGTERM);
+    let mut bench = Bench::new(2);
+    bench.supervisor.settings.preemption.is_chosen = true;
+    assert_eq!(bench.exit(1, by_signal), [vec![Action::AnnounceInterrupt(SIGTERM)], all(2, SIGTERM)].concat());
+    bench.exit(0, by_signal);
+    let outcome = bench.outcome();
+    assert_eq!((fates(&outcome)[0].len(), outcome.asked, outcome.interrupted_by), (0, true, Some(SIGTERM)));
+    let mut bench = Bench::new(2);
+    assert_eq!(bench.exit(1, by_signal), [announce(1, by_signal)], "it was not chosen");
 }
