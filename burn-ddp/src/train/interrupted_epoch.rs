@@ -52,7 +52,7 @@ impl<'a> InterruptedEpochs<'a> {
         model: &M,
     ) -> Result<()> {
         let state = InterruptedEpoch { position, was_trained, parameters: param_hash(model)?, is_complete: false };
-        main_first::on_main(self.ddp.group(), || Ok(self.write(epoch, &state)?))?;
+        main_first::on_main(self.ddp.group(), || self.write(epoch, &state))?;
         self.under_way = Some(UnderWay(epoch, Some(state)));
         Ok(())
     }
