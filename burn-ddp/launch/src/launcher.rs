@@ -50,6 +50,10 @@ const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
 ///     .stdio(Stdio::Plain) // no rank before each line
 ///     .max_restarts(1)
 ///     .grace(Duration::from_millis(100)) // from SIGTERM to SIGKILL
+///     .preempt_signal("SIGUSR1".parse()?) // asks the ranks to save
+///     .preempt_grace(Duration::from_secs(120)) // for which they have two minutes
+///     .preempt_exit_code(99)
+///     .restart_preempted() // with `max_restarts`
 ///     .log_dir(logs.path())
 ///     .redirects("2".parse()?) // stderr of all ranks: only into the logs
 ///     .tee("1".parse()?) // stdout: there and here

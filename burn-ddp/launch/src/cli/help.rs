@@ -44,7 +44,7 @@ Environment variables of each rank, in addition to burnrun's own:
   BURN_DDP_MASTER, BURN_DDP_STORE, BURN_DDP_JOB_ID  burnrun's store, where ranks meet; id of the job
   BURN_DDP_SECRET_FILE                              the secret that admits the rank to the job
   BURN_DDP_EVENTS, BURN_DDP_REPORT_DIR              file and directory for the rank's failures
-  BURN_DDP_PREEMPT_SIGNAL                           the signal that asks ranks to save and stop
+  BURN_DDP_PREEMPT_SIGNAL                           --preempt-signal, if it is given
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,   the same under torchrun's names
     GROUP_RANK, MASTER_ADDR, MASTER_PORT
   RAYON_NUM_THREADS, OMP_NUM_THREADS                cores of the rank: all / ranks, or its own with
