@@ -331,7 +331,7 @@ fn a_further_signal_to_one_burnrun_ends_the_ranks_of_all_and_blames_none() {
             job.lines(1);
         }
         jobs[0].signal(Signal::TERM);
-        std::thread::sleep(Duration::from_secs(2));
+        std::thread::sleep(Duration::from_secs(3));
         jobs[0].signal(second);
         for job in jobs {
             let finished = job.finish();
