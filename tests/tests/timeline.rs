@@ -196,7 +196,7 @@ fn check_rank(mine: &[&Span], stats: &Stats) {
     assert!(shown(waited, stats.wait), "{waited} {:?}", stats.wait);
     let calls = of("all_reduce");
     assert_eq!(calls.len(), STEPS * ACCUMULATION, "the program's own, not those of buckets");
-    assert!(calls.iter().all(|c| c.args["site"].as_str().unwrap().contains("timeline.rs:") && c.args["bytes"] == 8));
+    assert!(calls.iter().all(|c| c.args["site"].as_str().unwrap().contains("timeline.rs:") && c.args["bytes"] == 16));
     let outside: u64 = of("outside backward").iter().map(|s| s.end - s.begin).sum();
     assert!(shown(outside, stats.outside), "{outside} {:?}", stats.outside);
     assert!(stats.calls + stats.data <= stats.outside && stats.calls > Duration::ZERO && stats.data > Duration::ZERO);

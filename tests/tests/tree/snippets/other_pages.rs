@@ -114,3 +114,22 @@ fn curves(ddp: &Ddp, loss: f32, step: u64) -> anyhow::Result<()> {
     board.telemetry(step)?;
     Ok(())
 }
+
+fn when_the_job_has_to_stop(
+    ddp: &Ddp,
+    epoch: Vec<Tensor<1>>,
+    mut step: u64,
+    save: impl Fn(u64) -> anyhow::Result<()>,
+) -> anyhow::Result<std::process::ExitCode> {
+    for batch in epoch {
+        step += 1;
+        let stops = ddp.stop_requested();
+        if stops || step % 500 == 0 {
+            save(step)?;
+        }
+        if stops {
+            return Ok(ddp.exit_code());
+        }
+    }
+    Ok(ddp.exit_code())
+}
