@@ -71,8 +71,8 @@ impl Ddp {
     /// True once all ranks have agreed to stop: one of them was sent the signal to stop, or has called
     /// [`request_stop`](Self::request_stop). The program then saves a checkpoint and ends.
     ///
-    /// It is the same on every rank between the same two steps. It changes only inside calls that all ranks make: those
-    /// that average gradients (a flag travels with them, so that it costs nothing), [`sum`](Self::sum),
+    /// The answer is the same on every rank between the same two steps. It changes only inside calls of all ranks: the
+    /// ones that average gradients (a flag travels with them, so that it costs nothing), [`sum`](Self::sum),
     /// [`mean`](Self::mean) and [`agree_to_stop`](Self::agree_to_stop). So all ranks take the same branch, without a
     /// collective. On the handle of a [part](Self::split) it is the agreement of its ranks, or of all.
     ///

@@ -15,7 +15,8 @@ preempted() {
     shift 5
     saved=$(mktemp -d) log=$saved/log out=""
     mkdir "$saved/checkpoints"
-    "$@" "$rank" preempt "$saved/checkpoints" >"$log" 2>&1 &
+    # With pauses, so that the signal does not come after the end.
+    "$@" "$rank" preempt "$saved/checkpoints" 20 >"$log" 2>&1 &
     launcher=$!
     for _ in $(seq 500); do
         [ "$(grep -c 'ready ' "$log")" = "$ranks" ] && break

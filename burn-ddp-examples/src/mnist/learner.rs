@@ -44,9 +44,9 @@ pub struct LearnerArgs {
 /// Epoch from whose checkpoint a training goes on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Resume {
-    /// This one.
+    /// The epoch with this number, from 1.
     After(usize),
-    /// The last one that there is.
+    /// The last epoch that has a checkpoint.
     Last,
 }
 

@@ -86,9 +86,9 @@ impl Preemption {
 /// Effect of the signal on a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Preempted {
-    /// There was none, or something else ended the job.
+    /// No signal came, or something else ended the job.
     No,
-    /// It ended the job.
+    /// The signal ended the job.
     Yes,
     /// The ranks were in their last step, and had done their work.
     TooLate,

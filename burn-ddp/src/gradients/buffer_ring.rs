@@ -106,7 +106,7 @@ mod tests {
     fn buckets_take_turns() {
         let plan = plan();
         assert_eq!((plan.awake, plan.buckets.len()), (5, 6));
-        // Buckets 0 to 4 have 16, 15, 14, 13 and 12 elements with their flags; the last one also the flags wake and stop.
+        // Buckets 0 to 4 have 16, 15, 14, 13 and 12 elements with their flags; the last one also two flags more.
         assert_eq!(BufferRing::lens_bytes(&plan, Some(3)), [64, 60, 56]);
         assert_eq!(BufferRing::lens_bytes(&plan, None), [64, 60, 56, 52, 56]);
         let buffers = BufferRing::lens_bytes(&plan, Some(3)).into_iter().map(SharedBuffer::plain).collect();

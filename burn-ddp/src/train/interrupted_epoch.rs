@@ -38,7 +38,7 @@ pub(super) struct InterruptedEpochs<'a> {
 pub(super) struct UnderWay(usize, Option<InterruptedEpoch>);
 
 impl<'a> InterruptedEpochs<'a> {
-    /// Those of a training in `directory`.
+    /// The files of a training in `directory`.
     pub(super) fn of_training(ddp: &'a Ddp, directory: &Path) -> Self {
         InterruptedEpochs { ddp, directory: checkpoint_directory(directory), under_way: None }
     }

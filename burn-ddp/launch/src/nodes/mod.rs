@@ -273,8 +273,8 @@ impl Wait<'_> {
     }
 }
 
-/// The same for a generation that has ended on another machine, at least: longer than a launcher takes to end its ranks
-/// at the default grace time.
+/// Least time to wait for the other launchers once a generation has ended on one of them: longer than a launcher takes
+/// to end its ranks at the default grace time.
 const STOPPING: Duration = Duration::from_secs(60);
 
 fn missing(node: &Node, message: String) -> NodeOutcome {

@@ -20,7 +20,7 @@ impl Batcher<usize, Tensor<2>> for Rows {
     }
 }
 
-/// What the training has measured.
+/// Steps and measurements of the training.
 #[derive(Default, Serialize, Deserialize)]
 struct Progress {
     step: u64,
@@ -29,12 +29,14 @@ struct Progress {
 }
 
 const EPOCHS: usize = 3;
-const PAUSE: Duration = Duration::from_millis(2);
 
-/// `rank preempt DIRECTORY`: three epochs of 40 steps, each with an evaluation of 20 batches. Prints `ready` once the
-/// signal is caught, `resumed STEP`, `stopped STEP`, and at the end `hash …`.
+/// `rank preempt DIRECTORY [PAUSE]`: three epochs of 40 steps, each with an evaluation of 20 batches, and a pause of so
+/// many milliseconds, 2 by default, in each step and batch. Prints `ready` once the signal is caught, `resumed STEP`,
+/// `stopped STEP`, and at the end `hash …`.
 pub(crate) fn run(ddp: Ddp) -> anyhow::Result<i32> {
     let directory = std::env::args().nth(2).unwrap_or_default();
+    let pause = std::env::args().nth(3).map_or(Ok(2), |pause| pause.parse())?;
+    let pause = || std::thread::sleep(Duration::from_millis(pause));
     let device = ddp.device()?.autodiff();
     ddp.seed(&device, 5);
     let _ = ddp.stop_requested(); // from here on
@@ -67,7 +69,7 @@ pub(crate) fn run(ddp: Ddp) -> anyhow::Result<i32> {
             if ddp.stop_wished() {
                 break;
             }
-            std::thread::sleep(PAUSE);
+            pause();
             let x = rows(1000 + batch, 1, 6, 1, DType::F32, &device);
             sum += model.forward(x).powf_scalar(2.0).mean().into_scalar::<f64>();
         }
@@ -85,7 +87,7 @@ pub(crate) fn run(ddp: Ddp) -> anyhow::Result<i32> {
         for epoch in train.epochs(0..EPOCHS) {
             let last = epoch.len();
             for (nth, batch) in epoch.enumerate() {
-                std::thread::sleep(PAUSE);
+                pause();
                 let loss = model.forward(batch?).powf_scalar(2.0).mean();
                 let Some(grads) = ddp.backward(&loss, &model)? else { continue };
                 model = optim.step(0.01, model, grads);

@@ -124,7 +124,7 @@ fn when_the_job_has_to_stop(
     for batch in epoch {
         step += 1;
         let stops = ddp.stop_requested();
-        if stops || step % 500 == 0 {
+        if stops || step.is_multiple_of(500) {
             save(step)?;
         }
         if stops {
