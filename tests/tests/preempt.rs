@@ -128,15 +128,19 @@ impl Job {
             }
         }
         let signal = if matches!(self.way, Way::Chosen) { Signal::USR1 } else { Signal::TERM };
-        let pid = match for_rank {
-            true => {
-                let pids = lines.iter().filter_map(|line| line.split_once("ready ")?.1.parse().ok());
-                pids.collect::<Vec<i32>>()[choice % 2]
-            }
-            false => self.started[choice % self.started.len()].id() as i32,
+        let pids: Vec<i32> = match for_rank {
+            true => lines.iter().filter_map(|line| line.split_once("ready ")?.1.parse().ok()).collect(),
+            false => self.started.iter().map(|child| child.id() as i32).collect(),
         };
-        // The job may have ended.
-        let _ = kill_process(Pid::from_raw(pid).unwrap(), signal);
+        // A burnrun that ends before it has met the other one is waited for: such a signal goes to both.
+        let have_met = !lines.is_empty();
+        let chosen = choice % pids.len();
+        for (nth, pid) in pids.into_iter().enumerate() {
+            if nth == chosen || !have_met {
+                // The job may have ended.
+                let _ = kill_process(Pid::from_raw(pid).unwrap(), signal);
+            }
+        }
         lines
     }
 

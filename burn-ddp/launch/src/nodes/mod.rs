@@ -108,15 +108,30 @@ impl Nodes {
                 Some(Event::Signal(libc::SIGTSTP)) => others.link.suspend(),
                 Some(Event::Signal(signal)) => {
                     others.link.stop(Stop::Interrupted { host: self.host.clone(), signal });
-                    return Err(Interrupted::Signal(signal));
+                    return Err(self.leave(others, generation, signal));
                 }
                 Some(Event::Ordered { stop: Stop::Interrupted { signal, .. }, .. }) => {
-                    return Err(Interrupted::Signal(signal));
+                    return Err(self.leave(others, generation, signal));
                 }
                 Some(Event::Cut(trouble)) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
                 _ => {}
             }
         }
+    }
+
+    /// Tells node 0, which may have started its ranks, that this machine starts none.
+    fn leave(&self, others: &Others, generation: u32, signal: i32) -> Interrupted {
+        let own = NodeOutcome {
+            node: self.node,
+            host: self.host.clone(),
+            interrupted_by: Some(signal),
+            signalled: true,
+            ..NodeOutcome::default()
+        };
+        if let Err(error) = put(&*others.link.store(), &format!("{generation}/done/{}", self.node), &own) {
+            tracing::debug!(%error, "node 0 does not hear that this launcher leaves");
+        }
+        Interrupted::Signal(signal)
     }
 
     /// Ends a generation after this machine's ranks have exited. Publishes `own`, this machine's outcome; node 0 waits
