@@ -157,7 +157,7 @@ impl Ddp {
     ///
     /// # Example
     ///
-    /// As in [`stop_requested`](Self::stop_requested).
+    /// The example of [`stop_requested`](Self::stop_requested) has a call of it.
     pub fn request_stop(&self) {
         self.state().stop.request();
     }

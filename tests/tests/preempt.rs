@@ -13,18 +13,18 @@ use rustix::process::{Pid, Signal, kill_process};
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How a job is started, and who is sent the signal.
+/// Start of a job, and receiver of the signal.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// One burnrun; the signal goes to it.
+    /// Starts one burnrun; the signal goes to it.
     Burnrun,
-    /// One burnrun with `--preempt-signal SIGUSR1`.
+    /// Starts one burnrun with `--preempt-signal SIGUSR1`.
     Chosen,
-    /// A burnrun for each of two machines; the signal goes to one of them.
+    /// Starts a burnrun for each of two machines; the signal goes to one of them.
     TwoNodes,
-    /// One burnrun; the signal goes to one rank.
+    /// Starts one burnrun; the signal goes to one rank.
     OneRank,
-    /// Plain variables, without burnrun; the signal goes to one rank.
+    /// Sets plain variables, without burnrun; the signal goes to one rank.
     Plain,
 }
 

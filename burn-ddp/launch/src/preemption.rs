@@ -51,7 +51,7 @@ impl Preemption {
         signal == self.signal.number()
     }
 
-    /// How a generation that ended without a failure was preempted.
+    /// Effect of the signal on a generation that ended without a failure.
     pub(crate) fn of(&self, nodes: &[NodeOutcome], interrupted_by: Option<i32>) -> Preempted {
         let any = |holds: fn(&NodeOutcome) -> bool| nodes.iter().any(holds);
         if any(|node| node.hurried) || interrupted_by.is_some_and(|signal| !self.is_by(signal)) {

@@ -309,7 +309,7 @@ fn pid(line: &str) -> u32 {
     line.rsplit("] ").next().unwrap().parse().expect("a pid")
 }
 
-/// As in `preempt.rs`; the rank of node 1 fails when the other one is gone.
+/// A rank that can stop, like that of `preempt.rs`; the rank of node 1 fails when the other one is gone.
 const SAVES: &str = r#"
 say() { echo "{\"event\":\"$1\",\"rank\":$BURN_DDP_RANK,\"at\":1}" >> "$BURN_DDP_EVENTS"; }
 trap 'stop=1' TERM

@@ -37,6 +37,13 @@ pub(super) struct InterruptedEpochs<'a> {
 /// The epoch whose checkpoint is being written, and its state if it is an interrupted one.
 pub(super) struct UnderWay(usize, Option<InterruptedEpoch>);
 
+impl UnderWay {
+    /// The epoch, if the checkpoint is that of its middle.
+    pub(super) fn middle_of(&self) -> Option<usize> {
+        self.1.as_ref().map(|_| self.0)
+    }
+}
+
 impl<'a> InterruptedEpochs<'a> {
     /// The files of a training in `directory`.
     pub(super) fn of_training(ddp: &'a Ddp, directory: &Path) -> Self {

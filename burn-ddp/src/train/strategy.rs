@@ -13,7 +13,7 @@ use burn::train::{
 use burn_ddp_comm::attribute_calls;
 
 use super::agreed_stop::{agree_to_stop, decide_on_main, fail, report};
-use super::interrupted_epoch::InterruptedEpochs;
+use super::interrupted_epoch::{InterruptedEpochs, UnderWay};
 use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
@@ -176,7 +176,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let events = event_processor;
         let mut run = Run { ddp, site, sharded, taps, learner, accumulation, saves, events, interrupter };
 
-        let mut interrupted_in = None;
         let first_epoch = if left.is_some() { starting_epoch - 1 } else { starting_epoch };
         for epoch in first_epoch..=num_epochs {
             if !left.take().is_some_and(|left| left.was_trained) {
@@ -187,7 +186,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
                 if stopped {
                     if run.stop_requested() && run.interrupter.error().is_none() {
                         run.write_checkpoint(checkpointer.as_mut(), (epoch, true), &mut interrupted, &event_store);
-                        interrupted_in = Some(epoch);
                     }
                     break;
                 }
@@ -201,7 +199,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             let stopped = stops(&run.interrupter, saves);
             if run.stop_requested() && run.interrupter.error().is_none() {
                 run.write_checkpoint(checkpointer.as_mut(), (epoch, true), &mut interrupted, &event_store);
-                interrupted_in = Some(epoch);
                 break;
             }
             if stopped {
@@ -219,14 +216,15 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         }
         // Dropping it finishes pending writes, which may fail.
         drop(checkpointer);
-        let under_way = interrupted.under_way.take();
-        if run.interrupter.error().is_none()
-            && let Err(error) = interrupted.end(under_way)
-        {
-            report(ddp, &run.interrupter, &error);
-        }
-        if let Some(epoch) = interrupted_in.filter(|_| ddp.is_main() && run.interrupter.error().is_none()) {
-            tell_saved(ddp.world(), &format!("{}, epoch {epoch}", directory.display()));
+        if run.interrupter.error().is_none() {
+            let last = interrupted.under_way.take();
+            let interrupted_in = last.as_ref().and_then(UnderWay::middle_of);
+            match interrupted.end(last) {
+                Ok(()) => interrupted_in.filter(|_| ddp.is_main()).into_iter().for_each(|epoch| {
+                    tell_saved(ddp.world(), &format!("{}, epoch {epoch}", directory.display()));
+                }),
+                Err(error) => report(ddp, &run.interrupter, &error),
+            }
         }
         stops(&run.interrupter, false);
         (run.result(), run.events)

@@ -142,7 +142,7 @@ fn a_checkpoint_that_was_not_written_to_its_end_is_refused() {
     assert_eq!(hash, job.together(2, &model).hash);
 }
 
-/// As with `ddp.checkpointer`, of which the other ranks need none.
+/// The other ranks need no checkpointer, for example with `ddp.checkpointer`.
 #[test]
 fn rank_0_alone_may_have_a_checkpointer() {
     let (job, model, directory) = (training(), model(), tempfile::tempdir().unwrap());

@@ -141,6 +141,11 @@ impl FanOut {
         Ok(job.outcome())
     }
 
+    /// True for the signal that asks the ranks to stop.
+    fn asks_to_stop(&self, signal: i32) -> bool {
+        signal == self.preempt_signal.unwrap_or_default().number()
+    }
+
     fn command(&self, host: &Host) -> Command {
         let seconds = (self.host_timeout.as_secs_f64() * 0.7).ceil().max(1.0);
         let mut command = Command::new(&self.ssh[0]);
@@ -247,7 +252,7 @@ impl Job<'_> {
 
     fn signalled(&mut self, signal: i32) {
         // What comes twice at a time, by two ways, is one wish to stop.
-        let stops = signal == self.fan_out.preempt_signal.unwrap_or_default().number();
+        let stops = self.fan_out.asks_to_stop(signal);
         if stops && self.asked.get_or_insert_with(Instant::now).elapsed() < SAME_WISH && self.signals.1 > 0 {
             return;
         }
@@ -265,8 +270,8 @@ impl Job<'_> {
             node.give_up();
         }
         self.send(signal);
-        let FanOut { grace, preempt_signal, preempt_grace, .. } = self.fan_out;
-        let grace = match signal == preempt_signal.unwrap_or_default().number() {
+        let FanOut { grace, preempt_grace, .. } = self.fan_out;
+        let grace = match self.fan_out.asks_to_stop(signal) {
             true => *grace.max(preempt_grace),
             false => *grace,
         };
@@ -323,7 +328,7 @@ impl Job<'_> {
             _ => (String::new(), 1),
         };
         let FanOut { preempt_signal, preempt_exit_code, .. } = self.fan_out;
-        let preempts = |signal| preempt_signal.is_some_and(|preempts| preempts.number() == signal);
+        let preempts = |signal| preempt_signal.is_some() && self.fan_out.asks_to_stop(signal);
         match (self.cause, self.signals.0) {
             (Some((text, code)), _) => (text, code),
             // The launchers on the hosts know whether the program could stop.
